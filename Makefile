@@ -1,0 +1,51 @@
+# `make demo` and `make test` set up .venv by themselves; they need Python 3.11 or newer, make and git.
+# Another interpreter: `make test PYTHON=/path/to/python3.12`. One test: `make test ARGS="tests/test_ranks.py -k hung"`.
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# torch is named in the same command as everything else: a second command could replace the pinned CPU build by another one.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   a checkpoint moves between layouts, on your screen"
+	@echo "make test   all tests"
+	@echo "make lint   ruff, mypy --strict, import-linter"
+	@echo "make bench  all benchmarks; results in benchmarks/results/"
+	@echo "make clean  remove .venv, caches and results"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; say make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[test,dev]"
+	@touch $(VENV)/.stamp-test $@
+
+demo: $(VENV)/.stamp-test
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist demo_out benchmarks/results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
