@@ -1,0 +1,31 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isolated import run_isolated
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Gloo ranks that live as long as the session: ``ranks.run(4, fn, *args)``; see ``tests/ranks.py``."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``isolated_python(code, forbid=("ucp_dcp",), args=())`` -> output of a fresh interpreter that cannot import those packages."""
+    folder: Path = tmp_path_factory.mktemp("isolated")
+    count = itertools.count()
+
+    def run(code: str, **kwargs: object) -> str:
+        return run_isolated(folder / f"script_{next(count)}.py", code, **kwargs)  # type: ignore[arg-type]
+
+    return run
