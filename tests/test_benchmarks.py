@@ -1,0 +1,80 @@
+"""A benchmark is worth nothing when its baseline is not what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+SHAPES = {
+    ("model", "a"): (8, 3),
+    ("model", "b"): (7,),  # uneven, and one rank of four gets one element less
+    ("model", "c"): (2, 2, 2),  # ranks 2 and 3 get nothing
+    ("optim", "state", "a", "exp_avg"): (8, 3),
+}
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return BENCHMARKS
+
+
+def stock_plan(rank: int, world: int, shapes: dict[tuple[str, ...], tuple[int, ...]]) -> Any:
+    mesh = init_device_mesh("cpu", (world,))
+    state: dict[str, Any] = {}
+    for (*folders, last), shape in shapes.items():
+        level = state
+        for folder in folders:
+            level = level.setdefault(folder, {})
+        level[last] = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])
+        assert isinstance(level[last], DTensor)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    return planner.create_local_plan()
+
+
+def test_fabricated_plans_are_those_of_torch(ranks: RankPool, benchmarks: Path) -> None:
+    from stock_planning import rank_plan
+
+    for rank, plan in enumerate(ranks.run(4, stock_plan, SHAPES)):
+        ours = rank_plan(SHAPES, rank, 4)
+        assert ours.items == plan.items and ours.planner_data == plan.planner_data
+
+
+def test_stock_coordinator_measures_something(benchmarks: Path) -> None:
+    from stock_planning import stock_coordinator
+
+    cost = stock_coordinator(SHAPES, 4)
+    assert cost.plan_bytes > 4 * len(SHAPES) * 50 and cost.metadata_bytes > len(SHAPES) * 50
+    assert cost.seconds == pytest.approx(cost.unpickle_plans + cost.create_global_plan + cost.pickle_metadata)
+
+
+def test_harness_table_and_file(benchmarks: Path, tmp_path: Path) -> None:
+    script = tmp_path / "bench_x.py"
+    script.write_text(
+        "import harness, pathlib, time\n"
+        f"harness.RESULTS = pathlib.Path({str(tmp_path / 'results')!r})\n"
+        "bench = harness.Bench('x', 'Title of x')\n"
+        "calls = []\n"
+        "bench.measure('sleep', lambda a: (calls.append(a), time.sleep(0.01)), repeat=3, setup=lambda: 7, ranks=256)\n"
+        "assert calls == [7] * 4 and bench.rows[0].wall >= 0.01 > bench.rows[0].cpu and bench.quick\n"
+        "bench.finish('a note')\n"
+    )
+    env = {"PYTHONPATH": str(benchmarks), "PATH": ""}
+    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Title of x" in done.stdout and "256" in done.stdout and "a note" in done.stdout
+    saved = json.loads((tmp_path / "results" / "x.json").read_text())
+    assert saved["rows"][0]["facts"] == {"ranks": 256} and len(saved["rows"][0]["wall_runs"]) == 3 and saved["quick"] is True
