@@ -1,0 +1,1 @@
+"""Test suites that users of the package run against their own implementations."""
