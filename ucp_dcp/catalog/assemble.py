@@ -1,0 +1,169 @@
+"""Ready columns, in any order of tensors, to the sorted and typed columns of a catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import FormatError
+from ..geometry.ragged import coords_start, ragged_arange
+from .codec import check_files, check_groups, check_objects
+from .columns import ChunkColumns, Int64Array, TensorColumns, check_chunk_columns, check_tensor_columns
+from .rows import FileRow, ObjectRow, PathTuple
+
+__all__ = ["assemble"]
+
+N = TypeVar("N", bound=np.generic)
+
+
+def assemble(
+    *,
+    keys: Sequence[str],
+    roles: Sequence[int] | NDArray[Any],
+    fqns: Sequence[str],
+    states: Sequence[str],
+    dtypes: Sequence[int] | NDArray[Any],
+    shape_start: Int64Array,
+    shape: Int64Array,
+    chunk_start: Int64Array,
+    coords: Int64Array,
+    files: Sequence[FileRow],
+    chunk_file: NDArray[Any],
+    chunk_offset: Int64Array,
+    chunk_dtype: NDArray[Any] | None,
+    strided: NDArray[Any] | None,
+    strides: Int64Array | None,
+    chunk_group: NDArray[Any] | None,
+    groups: Sequence[dict[str, Any]],
+    objects: Sequence[ObjectRow],
+    paths: Sequence[PathTuple | None] | None,
+    pattern: NDArray[Any] | None,
+    patterns: Sequence[dict[str, Any]],
+) -> tuple[TensorColumns, dict[str, Any]]:
+    """Arguments of ``Catalog.from_columns`` -> tensor columns and the decoded sections. Raises FormatError."""
+    t = len(keys)
+    named: tuple[tuple[str, Sequence[Any] | None], ...] = (("fqns", fqns), ("states", states), ("paths", paths))
+    for what, column in named:
+        if column is not None and len(column) != t:
+            raise FormatError(f"catalog column {what} has {len(column)} entries, expected {t}")
+    check_files(files, FormatError)
+    check_groups(groups, FormatError)
+    check_objects(objects, files, FormatError)
+    names, codes = _state_codes(states)
+    tensors = TensorColumns(
+        role=_typed(np.asarray(roles), np.uint8, "roles"),
+        dtype=_typed(np.asarray(dtypes), np.uint8, "dtypes"),
+        kind=np.zeros(t, dtype=np.uint8),
+        pattern=np.full(t, -1, dtype=np.int32) if pattern is None else _typed(np.asarray(pattern), np.int32, "pattern"),
+        shape_start=_typed(np.asarray(shape_start), np.int64, "shape_start"),
+        shape=_typed(np.asarray(shape), np.int64, "shape"),
+        chunk_start=_typed(np.asarray(chunk_start), np.int64, "chunk_start"),
+        strided=None if strided is None else _typed(np.asarray(strided), np.uint8, "strided"),
+    )
+    chunks = ChunkColumns(
+        coords=_typed(np.asarray(coords).reshape(-1), np.int64, "coords"),
+        file=_typed(np.asarray(chunk_file), np.int32, "chunk_file"),
+        offset=_typed(np.asarray(chunk_offset), np.int64, "chunk_offset"),
+        dtype=None if chunk_dtype is None else _typed(np.asarray(chunk_dtype), np.uint8, "chunk_dtype"),
+        strides=None if strides is None else _typed(np.asarray(strides).reshape(-1), np.int64, "strides"),
+        group=None if chunk_group is None else _typed(np.asarray(chunk_group), np.int32, "chunk_group"),
+    )
+    if len(tensors.role) != t:
+        raise FormatError(f"catalog column roles has {len(tensors.role)} entries, expected {t}")
+    check_tensor_columns(tensors, FormatError)
+    check_chunk_columns(tensors, chunks, len(files), len(groups), FormatError)
+    order = sorted(range(t), key=keys.__getitem__)
+    if any(i != j for i, j in enumerate(order)):
+        tensors, chunks = _permuted(tensors, chunks, np.asarray(order, dtype=np.int64))
+        keys = [keys[i] for i in order]
+        fqns = [fqns[i] for i in order]
+        codes = codes[np.asarray(order, dtype=np.int64)]
+        paths = None if paths is None else [paths[i] for i in order]
+    if paths is not None:
+        paths = [None if path == (key,) else path for key, path in zip(keys, paths, strict=True)]
+        if all(path is None for path in paths):
+            paths = None
+    for array in (*_arrays(tensors), *_arrays(chunks), codes):
+        array.flags.writeable = False
+    given = {
+        "keys": keys,
+        "fqns": fqns,
+        "states": (names, codes),
+        "paths": paths,
+        "files": tuple(files),
+        "groups": tuple(groups),
+        "patterns": tuple(patterns),
+        "objects": tuple(_with_path(row) for row in objects),
+        "chunks": chunks,
+    }
+    return tensors, given
+
+
+def _state_codes(states: Sequence[str]) -> tuple[list[str], NDArray[np.uint16]]:
+    numbers: dict[str, int] = {"": 0}
+    codes = [numbers.setdefault(state, len(numbers)) for state in states]
+    if len(numbers) > 2**16:
+        raise FormatError(f"{len(numbers)} distinct state names, expected at most {2**16}")
+    return list(numbers), np.asarray(codes, dtype=np.uint16)
+
+
+def _typed(array: NDArray[Any], kind: type[N], what: str) -> NDArray[N]:
+    """A view or copy of the column in its type on disk, never the caller's array: it is made read-only. Raises FormatError if values change."""
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise FormatError(f"catalog column {what} has shape {array.shape} and type {array.dtype}, expected a flat array of integers")
+    out = array.astype(kind, copy=False)
+    if out is not array and array.size and not bool((out == array).all()):
+        raise FormatError(f"catalog column {what} holds numbers that do not fit into {np.dtype(kind)}")
+    return np.ascontiguousarray(out).view()
+
+
+def _arrays(columns: TensorColumns | ChunkColumns) -> list[NDArray[Any]]:
+    return [value for name in columns.__slots__ if (value := getattr(columns, name)) is not None]
+
+
+def _permuted(tensors: TensorColumns, chunks: ChunkColumns, order: Int64Array) -> tuple[TensorColumns, ChunkColumns]:
+    """Tensors and their chunks in another order."""
+    ndim, count = tensors.ndim, np.diff(tensors.chunk_start)
+
+    def starts(lengths: Int64Array) -> Int64Array:
+        out = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=out[1:])
+        return out
+
+    def moved(start: Int64Array, length: Int64Array) -> Int64Array:
+        return ragged_arange(start[order], length[order])[1]
+
+    chunk = moved(tensors.chunk_start[:-1], count)
+    strides = chunks.strides
+    if strides is not None and tensors.strided is not None:
+        per_tensor = count * ndim * tensors.strided
+        strides = strides[moved(starts(per_tensor)[:-1], per_tensor)]
+    return (
+        TensorColumns(
+            role=tensors.role[order],
+            dtype=tensors.dtype[order],
+            kind=tensors.kind[order],
+            pattern=tensors.pattern[order],
+            shape_start=starts(ndim[order]),
+            shape=tensors.shape[moved(tensors.shape_start[:-1], ndim)],
+            chunk_start=starts(count[order]),
+            strided=None if tensors.strided is None else tensors.strided[order],
+        ),
+        ChunkColumns(
+            coords=chunks.coords[moved(coords_start(tensors.chunk_start, ndim)[:-1], count * 2 * ndim)],
+            file=chunks.file[chunk],
+            offset=chunks.offset[chunk],
+            dtype=None if chunks.dtype is None else chunks.dtype[chunk],
+            strides=strides,
+            group=None if chunks.group is None else chunks.group[chunk],
+        ),
+    )
+
+
+def _with_path(row: ObjectRow) -> ObjectRow:
+    if row.path:
+        return row
+    return ObjectRow(row.key, row.role, row.fqn, row.state, (row.key,), row.file, row.offset, row.length, row.encoding, row.value)
