@@ -1,0 +1,58 @@
+"""Questions about a tree that came out of a pickle: it may share parts, nest deeply, or contain itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+from .builders import Reference
+from .stubs import Stub
+
+__all__ = ["find_stub", "is_plain"]
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def find_stub(tree: Any) -> Stub | Reference | None:
+    """The first inert object or bare name in a tree, None if there is none. Every shared part is visited once."""
+    seen: set[int] = set()
+    todo: list[Any] = [tree]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, (Stub, Reference)):
+            return x
+        if not isinstance(x, (dict, list, tuple, set, frozenset, deque)) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, dict):
+            todo.extend(x.keys())
+            todo.extend(x.values())
+        else:
+            todo.extend(x)
+    return None
+
+
+def is_plain(tree: Any, *, max_nodes: int = 100_000, max_depth: int = 64) -> bool:
+    """True when a tree holds only dicts with string keys, lists, tuples and JSON-like scalars, within the bounds.
+
+    Shared parts count as often as they appear, because writing the tree out would repeat them; so a tree that contains itself is not plain.
+    """
+    count = 0
+    todo: list[tuple[Any, int]] = [(tree, 0)]
+    while todo:
+        x, depth = todo.pop()
+        count += 1
+        if depth > max_depth or count + len(todo) + (len(x) if isinstance(x, (dict, list, tuple)) else 0) > max_nodes:
+            return False
+        if type(x) is int:
+            if not -(2**63) <= x < 2**64:
+                return False
+        elif type(x) in (dict, OrderedDict, defaultdict):
+            if not all(type(k) is str for k in x):
+                return False
+            todo.extend((v, depth + 1) for v in x.values())
+        elif type(x) in (list, tuple):
+            todo.extend((v, depth + 1) for v in x)
+        elif type(x) not in _SCALARS:
+            return False
+    return True
