@@ -1,0 +1,518 @@
+"""``UCPLoadPlanner``: wanted fragments x stored chunks -> copies (paper: UcpInfo + Load at planning time)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ..catalog import Catalog, ObjectRow
+from ..dtypes import NAMES, name_of
+from ..errors import (
+    CoverageError,
+    MissingKeysError,
+    PlanError,
+    ShapeMismatchError,
+    UCPError,
+    UnsupportedError,
+)
+from ..formats import Source, catalog_from_metadata
+from ..geometry import boxes_to_array, check_cover, intersect_pairs
+from ..layout import Collected, Fragment, Layout, ObjectLeaf, collect
+from ..names import Role
+from ..safe_pickle import load_object
+from ..spec.names import NameGlob
+from ..transfer import Copy, ReadStats, read_copies
+from .report import LoadReport
+from .resolve import Found, SourceChoice, check_cast, nearest, resolve_tensor
+from .served import FailedMetadata, ServedMetadata
+
+__all__ = ["LoadRequest", "UCPLoadPlanner"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a rank tells the coordinator: which stored rows it uses (bit mask over catalog rows, then objects) and its per-rank keys."""
+
+    used: bytes
+    per_rank: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """What the coordinator answers: the rank's number and which rows no rank uses."""
+
+    rank: int
+    unused: bytes
+
+
+@dataclass
+class _Wanted:
+    """Everything one rank will do, in three kinds."""
+
+    copies: list[Copy] = field(default_factory=list)
+    boxes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Parallel to copies: (stored key, offset of the stored chunk), for stock ReadItems."""
+    numbers: list[tuple[ObjectRow, Fragment]] = field(default_factory=list)
+    objects: list[tuple[ObjectRow, ObjectLeaf]] = field(default_factory=list)
+    scalars: list[tuple[torch.Tensor, ObjectLeaf]] = field(default_factory=list)
+
+
+class UCPLoadPlanner(LoadPlanner):
+    """Plans a load into DTensors, ShardedTensors, CheckpointableTensors, plain tensors, objects, and fragments described by a layout, in place.
+
+    Use it with ``dcp.load`` and :class:`ucp_dcp.UCPStorageReader` (any format) or DCP's own readers.
+
+    Args:
+        layout, roots: as for :class:`UCPSavePlanner`.
+        strict: True: every wanted tensor must be there, with its shape, fully covered; stored things nobody wants are reported. ``"exact"``:
+            those are an error too. False: load what can be loaded, report the rest.
+        include, exclude: name globs (``*`` inside a dotted segment, ``**`` across) over the keys of the state dict; what they leave out
+            is not touched.
+        rename: key in the state dict -> key (or canonical name) in the checkpoint; a mapping or a function returning None for "same".
+        dtype: ``"cast"`` casts between floating types (reported), ``"error"`` refuses.
+        source: ``"auto"`` takes the copy of the wanted dtype, else the master; ``"weight"`` / ``"master"`` insist.
+        master_from_weight: allow fp32 masters to start from 16-bit weights.
+        allow_classes: classes that stored objects may contain besides plain containers, scalars, tensors and arrays.
+
+    ``planner.report`` says what happened. Errors (all problems at once, on all ranks, before any destination is touched): MissingKeysError,
+    ShapeMismatchError, DtypeMismatchError, CoverageError, LayoutError, PlanError.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout | None = None,
+        roots: Mapping[str, str] | None = None,
+        strict: bool | Literal["exact"] = True,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        dtype: Literal["cast", "error"] = "cast",
+        source: SourceChoice = "auto",
+        master_from_weight: bool = False,
+        allow_classes: Sequence[type] = (),
+    ) -> None:
+        for name, value, allowed in (("strict", strict, (True, False, "exact")), ("dtype", dtype, ("cast", "error"))):
+            if value not in allowed:
+                raise PlanError(f"{name}={value!r}; expected one of {allowed}")
+        if source not in ("auto", "weight", "master"):
+            raise PlanError(f"source={source!r}; expected 'auto', 'weight' or 'master'")
+        self.layout = layout
+        self.roots = dict(roots) if roots is not None else None
+        self.strict = strict
+        self.include = list(include) if include is not None else None
+        self.exclude = list(exclude or ())
+        self.rename = rename
+        self.dtype: Literal["cast", "error"] = dtype
+        self.source: SourceChoice = source
+        self.master_from_weight = master_from_weight
+        self.allow_classes = tuple(allow_classes)
+        self.report = LoadReport()
+        self._state_dict: dict[str, Any] = {}
+        self._catalog: Catalog | None = None
+        self._served: Source | None = None
+        self._collected: Collected | None = None
+        self._wanted = _Wanted()
+        self._targets: dict[MetadataIndex, torch.Tensor] = {}
+        self._bytes_for: dict[str, list[ObjectLeaf | Fragment]] = {}
+        self._padding: list[torch.Tensor] = []
+
+    # -- LoadPlanner ---------------------------------------------------------------------------------------------------------
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Open the catalog and find the wanted fragments. Raises what ``read_metadata`` of our reader could not."""
+        if isinstance(metadata, FailedMetadata) and metadata.error is not None:
+            raise metadata.error
+        self.report = LoadReport()
+        self._state_dict = state_dict
+        if isinstance(metadata, ServedMetadata) and metadata.source is not None:
+            self._served, self._catalog = metadata.source, metadata.source.catalog
+        elif metadata is not None:
+            self._served, self._catalog = None, catalog_from_metadata(metadata)
+        else:
+            raise PlanError("the storage reader returned no metadata")
+        self._collected = collect(state_dict, layout=self.layout, roots=self.roots, shapes=self._stored_shape)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Resolve, check and intersect everything wanted. All problems of this rank are raised together."""
+        if self._catalog is None or self._collected is None:
+            raise PlanError("create_local_plan was called before set_up_planner")
+        catalog = self._catalog
+        self._wanted = _Wanted()
+        used = np.zeros(catalog.n_tensors + len(catalog.objects), dtype=np.bool_)
+        object_index = {id(row): i for i, row in enumerate(catalog.objects)}
+        problems: dict[str, UCPError] = {}
+        masters = {
+            f"model.{catalog.tensor(t).fqn}": catalog.tensor(t).fqn
+            for t in np.flatnonzero(np.asarray(catalog.tensor_role) == int(Role.MASTER)).tolist()
+        }
+        per_rank: list[str] = []
+        by_key: dict[str, list[Fragment]] = {}
+        for fragment in self._collected.fragments:
+            by_key.setdefault(fragment.key, []).append(fragment)
+        for key, fragments in by_key.items():
+            if not self._selected(key):
+                continue
+            try:
+                self._want_tensor(key, fragments, catalog, masters, used, object_index)
+            except UCPError as error:
+                problems[key] = error
+        for leaf in self._collected.objects:
+            if not self._selected(leaf.key):
+                continue
+            if leaf.per_rank:
+                per_rank.append(leaf.key)
+                continue
+            try:
+                self._want_object(leaf, catalog, used, object_index)
+            except UCPError as error:
+                problems[leaf.key] = error
+        self._settle(problems)
+        loaded = set(self.report.loaded)
+        self._padding = [p.view for p in self._collected.padding if p.key in loaded]
+        self.report.padded = sorted({p.key for p in self._collected.padding if p.key in loaded})
+        request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank))
+        return LoadPlan(items=[], planner_data=request)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Per-rank objects and unexpected keys need all ranks; the coordinator answers with columns only."""
+        catalog = self._require_catalog()
+        total = catalog.n_tensors + len(catalog.objects)
+        used = np.zeros(total, dtype=np.bool_)
+        object_at = {row.key: i for i, row in enumerate(catalog.objects)}
+        missing: list[str] = []
+        for rank, plan in enumerate(global_plan):
+            request = plan.planner_data
+            if not isinstance(request, LoadRequest):
+                raise PlanError(f"rank {rank} did not plan with UCPLoadPlanner (found {type(request).__name__})")
+            mask = np.unpackbits(np.frombuffer(request.used, dtype=np.uint8), count=total).astype(np.bool_)
+            used |= mask
+            for key in request.per_rank:
+                at = object_at.get(f"{key}.per_rank.{rank}")
+                if at is None:
+                    missing.append(f"{key!r} of rank {rank}")
+                else:
+                    used[catalog.n_tensors + at] = True
+        if missing and self.strict:
+            raise MissingKeysError(
+                "per-rank objects are not in the checkpoint (it was saved by fewer ranks?): " + ", ".join(missing[:_SHOWN])
+            )
+        if self.strict == "exact" and not used.all():
+            names = [*catalog.keys, *(row.key for row in catalog.objects)]
+            extra = [names[i] for i in np.flatnonzero(~used).tolist()]
+            raise PlanError(f"strict='exact': the checkpoint holds {len(extra)} things nobody wants: " + ", ".join(map(repr, extra[:_SHOWN])))
+        unused = np.packbits(~used).tobytes()
+        return [LoadPlan(items=[], storage_data=p.storage_data, planner_data=LoadOrder(i, unused)) for i, p in enumerate(global_plan)]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """All ranks agreed: with a stock reader make its ReadItems; padding is filled here."""
+        catalog = self._require_catalog()
+        order = central_plan.planner_data
+        if not isinstance(order, LoadOrder):
+            raise PlanError(f"finish_plan got {type(order).__name__} instead of this planner's order")
+        total = catalog.n_tensors + len(catalog.objects)
+        unused = np.unpackbits(np.frombuffer(order.unused, dtype=np.uint8), count=total).astype(np.bool_)
+        names = [*catalog.keys, *(row.key for row in catalog.objects)]
+        self.report.unexpected = [names[i] for i in np.flatnonzero(unused).tolist()]
+        for leaf in self._collected.objects if self._collected else ():
+            if leaf.per_rank and self._selected(leaf.key):
+                row = catalog.find_object(f"{leaf.key}.per_rank.{order.rank}")
+                if row is None:
+                    self.report.missing.append(leaf.key)
+                else:
+                    self._wanted.objects.append((row, leaf))
+                    self.report.loaded.append(leaf.key)
+        with torch.no_grad():
+            for view in self._padding:
+                view.detach().zero_()
+        if self._served is not None:
+            return central_plan
+        return LoadPlan(items=self._read_items(), storage_data=central_plan.storage_data, planner_data=order)
+
+    # -- planning ---------------------------------------------------------------------------------------------------------------
+
+    def _require_catalog(self) -> Catalog:
+        if self._catalog is None:
+            raise PlanError("the planner was not set up")
+        return self._catalog
+
+    def _selected(self, key: str) -> bool:
+        if self.include is not None and not any(NameGlob(g).match(key) is not None for g in self.include):
+            self.report.skipped[key] = "not in include"
+            return False
+        if any(NameGlob(g).match(key) is not None for g in self.exclude):
+            self.report.skipped[key] = "in exclude"
+            return False
+        return True
+
+    def _source_key(self, key: str) -> str:
+        if self.rename is None:
+            return key
+        renamed = self.rename(key) if callable(self.rename) else self.rename.get(key)
+        return key if renamed is None else renamed
+
+    def _stored_shape(self, role: Role, fqn: str, state: str) -> tuple[int, ...] | None:
+        """Global shape of a named tensor in the checkpoint: what a layout needs to cut flat ranges (paper: UcpInfo)."""
+        catalog = self._require_catalog()
+        for r, s in ((role, state), (Role.MASTER, ""), (Role.WEIGHT, ""), (Role.BUFFER, "")):
+            row = catalog.find_named(r, fqn, s)
+            if row is not None:
+                return catalog.tensor(row).shape
+        return None
+
+    def _want_tensor(
+        self,
+        key: str,
+        fragments: list[Fragment],
+        catalog: Catalog,
+        masters: Mapping[str, str],
+        used: npt.NDArray[np.bool_],
+        object_index: Mapping[int, int],
+    ) -> None:
+        first = fragments[0]
+        found = resolve_tensor(
+            first, self._source_key(key), catalog, masters, source=self.source, master_from_weight=self.master_from_weight
+        )
+        if found.value is not None:
+            if any(f.view.numel() > 1 for f in fragments):
+                raise PlanError(f"{key!r} is stored as an object and wanted as a tensor of shape {first.shape}")
+            used[catalog.n_tensors + object_index[id(found.value)]] = True
+            self._wanted.numbers.extend((found.value, f) for f in fragments)
+        else:
+            self._want_stored(key, fragments, found, catalog)
+            if found.tensor is not None:
+                used[found.tensor.index] = True
+        self.report.loaded.append(key)
+        self.report.source[key] = found.source
+
+    def _want_stored(self, key: str, fragments: list[Fragment], found: Found, catalog: Catalog) -> None:
+        row = found.tensor
+        if row is None:
+            raise PlanError(f"tensor {key!r}: nothing stored answers it")
+        if tuple(fragments[0].shape) != tuple(row.shape):
+            # a 0-d step and a one-element step are the same number; nothing else may change its shape
+            if fragments[0].view.numel() == 1 and _numel(row.shape) == 1 and len(fragments) == 1 and _numel(fragments[0].shape) == 1:
+                fragments = [_reshaped(fragments[0], row.shape)]
+            else:
+                raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {tuple(fragments[0].shape)}, but {row.key!r} is stored as {row.shape}")
+        wanted_dtype = name_of(fragments[0].view.dtype)
+        cast = check_cast(key, row.dtype, wanted_dtype, self.dtype)
+        _check_groups(row.key, row.index, catalog)
+        wanted = [f for f in fragments if not f.box.empty]
+        ndim = len(row.shape)
+        boxes = catalog.boxes(row.index)
+        iw, ih, parts = intersect_pairs(boxes_to_array([f.box for f in wanted], ndim), boxes)
+        _check_covered(key, row.key, [f.box for f in wanted], iw, ih, parts)
+        base = catalog.chunk_range(row.index)[0]
+        copies = []
+        for w, h, (offset, size) in zip(iw.tolist(), ih.tolist(), parts.tolist(), strict=True):
+            fragment = wanted[w]
+            view = fragment.view
+            for dim in range(ndim):
+                view = view.narrow(dim, offset[dim] - fragment.box.offset[dim], size[dim])
+            stored_offset = boxes[h, 0].tolist()
+            copies.append((Copy(base + h, tuple(o - s for o, s in zip(offset, stored_offset, strict=True)), view), tuple(stored_offset)))
+        for copy, stored in copies:
+            self._wanted.copies.append(copy)
+            self._wanted.boxes.append((row.key, stored))
+        if cast:
+            self.report.cast[key] = (row.dtype, wanted_dtype)
+
+    def _want_object(self, leaf: ObjectLeaf, catalog: Catalog, used: npt.NDArray[np.bool_], object_index: Mapping[int, int]) -> None:
+        key = self._source_key(leaf.key)
+        row = catalog.find_object(key)
+        if row is not None:
+            used[catalog.n_tensors + object_index[id(row)]] = True
+            self._wanted.objects.append((row, leaf))
+            self.report.source[leaf.key] = "object"
+        else:
+            t = catalog.find(key)
+            t = catalog.find_canonical(key) if t is None else t
+            if t is None:
+                raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{nearest(key, catalog)}")
+            tensor = catalog.tensor(t)
+            if _numel(tensor.shape) != 1 or isinstance(leaf.value, str | bytes | list | dict | tuple):
+                raise PlanError(
+                    f"{leaf.key!r} is stored as a {tensor.dtype} tensor of shape {tensor.shape} and wanted as {type(leaf.value).__name__};"
+                    " put a tensor of that shape there"
+                )
+            from ..dtypes import torch_dtype
+
+            number = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+            base = catalog.chunk_range(t)[0]
+            self._wanted.copies.append(Copy(base, (0,) * len(tensor.shape), number))
+            self._wanted.boxes.append((tensor.key, (0,) * len(tensor.shape)))
+            self._wanted.scalars.append((number, leaf))
+            used[t] = True
+            self.report.source[leaf.key] = "key"
+        self.report.loaded.append(leaf.key)
+
+    def _settle(self, problems: Mapping[str, UCPError]) -> None:
+        """Raise all problems as one error, or with ``strict=False`` report them."""
+        if not problems:
+            return
+        if not self.strict:
+            for key, error in problems.items():
+                if isinstance(error, MissingKeysError):
+                    self.report.missing.append(key)
+                else:
+                    self.report.skipped[key] = str(error)
+            return
+        kinds = {type(e) for e in problems.values()}
+        kind: type[UCPError] = kinds.pop() if len(kinds) == 1 else PlanError
+        texts = [str(e) for e in problems.values()]
+        if len(texts) == 1:
+            raise kind(texts[0])
+        more = f"\n  ... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+        raise kind(f"{len(texts)} problems, nothing was loaded:\n  " + "\n  ".join(texts[:_SHOWN]) + more)
+
+    # -- our storage reader -------------------------------------------------------------------------------------------------
+
+    def execute(self, source: Source, *, gap: int = 0) -> None:
+        """Fill every destination of this rank from ``source`` (called by our reader's ``read_data``)."""
+        objects = [(source.read_object(row, self.allow_classes), leaf) for row, leaf in self._wanted.objects]
+        numbers = [(source.read_object(row, self.allow_classes), fragment) for row, fragment in self._wanted.numbers]
+        for value, fragment in numbers:
+            _number(fragment.key, value)
+        stats = read_copies(source, self._wanted.copies, gap=gap, stats=ReadStats())
+        self.report.bytes_read, self.report.bytes_wanted, self.report.ranges = stats.bytes_read, stats.bytes_wanted, stats.ranges
+        for value, fragment in numbers:
+            self._fill_number(fragment, value)
+        for value, leaf in objects:
+            self._set(leaf, value)
+        self._commit_scalars()
+
+    # -- stock storage reader --------------------------------------------------------------------------------------------------
+
+    def _read_items(self) -> list[ReadItem]:
+        items: list[ReadItem] = []
+        self._targets = {}
+        for i, (copy, (key, stored)) in enumerate(zip(self._wanted.copies, self._wanted.boxes, strict=True)):
+            dest = MetadataIndex(f"ucp.{i}")
+            self._targets[dest] = copy.view
+            size = copy.view.size()
+            items.append(
+                ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=dest,
+                    dest_offsets=torch.Size([0] * len(size)),
+                    storage_index=MetadataIndex(key, torch.Size(stored)),
+                    storage_offsets=torch.Size(copy.offset),
+                    lengths=size,
+                )
+            )
+        self._bytes_for = {}
+        requests: Iterable[tuple[ObjectRow, ObjectLeaf | Fragment]] = [*self._wanted.objects, *self._wanted.numbers]
+        for row, target in requests:
+            if row.key not in self._bytes_for:
+                none = torch.Size([])
+                index = MetadataIndex(row.key)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+            self._bytes_for.setdefault(row.key, []).append(target)
+        return items
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """An object's bytes from a stock reader: through the restricted unpickler, never ``weights_only=False`` (D16)."""
+        loaded = load_object(value.getvalue(), allow_classes=self.allow_classes, where=f"object {read_item.storage_index.fqn!r}")
+        for target in self._bytes_for[read_item.storage_index.fqn]:
+            if isinstance(target, Fragment):
+                self._fill_number(target, loaded)
+            else:
+                self._set(target, loaded)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The destination view of a stock ReadItem."""
+        return self._targets[read_item.dest_index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """The view was filled in place. One-element tensors that are wanted as numbers are put into the state dict here."""
+        self._commit_scalars(only=tensor)
+
+    # -- destinations ----------------------------------------------------------------------------------------------------------
+
+    def _fill_number(self, fragment: Fragment, value: Any) -> None:
+        with torch.no_grad():
+            fragment.view.detach().fill_(_number(fragment.key, value))
+
+    def _commit_scalars(self, only: torch.Tensor | None = None) -> None:
+        for number, leaf in self._wanted.scalars:
+            if only is None or number.data_ptr() == only.data_ptr():
+                self._set(leaf, number.reshape(()).item())
+
+    def _set(self, leaf: ObjectLeaf, value: Any) -> None:
+        if leaf.per_rank:
+            from ..layout import PerRank
+
+            value = PerRank(value)
+        place: Any = self._state_dict
+        for step in leaf.path[:-1]:
+            place = place[step]
+        try:
+            place[leaf.path[-1]] = value
+        except TypeError as error:
+            raise PlanError(f"object {leaf.key!r} lies in a {type(place).__name__}, which cannot be changed in place") from error
+
+
+def _numel(shape: Sequence[int]) -> int:
+    out = 1
+    for extent in shape:
+        out *= extent
+    return out
+
+
+def _reshaped(fragment: Fragment, shape: tuple[int, ...]) -> Fragment:
+    from dataclasses import replace
+
+    from ..geometry import full_box
+
+    return replace(fragment, shape=shape, box=full_box(shape), view=fragment.view.reshape(shape))
+
+
+def _number(key: str, value: Any) -> int | float | complex | bool:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.reshape(()).item()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, int | float | complex | bool):
+        raise PlanError(f"tensor {key!r} is wanted, but a {type(value).__name__} is stored under that name")
+    return value
+
+
+def _check_groups(key: str, t: int, catalog: Catalog) -> None:
+    groups = np.unique(catalog.groups_of(t))
+    for g in groups[groups >= 0].tolist():
+        op = catalog.groups[g]["op"]
+        if op != "copy":
+            raise UnsupportedError(f"tensor {key!r} is stored in parts that must be combined by {op!r}; this version cannot do that")
+
+
+def _check_covered(
+    key: str, stored: str, boxes: Sequence[Any], iw: npt.NDArray[np.int64], ih: npt.NDArray[np.int64], parts: npt.NDArray[np.int64]
+) -> None:
+    """Every element of every wanted box must come from exactly one stored chunk."""
+    counts = np.bincount(iw, minlength=len(boxes))
+    order = np.argsort(iw, kind="stable")
+    edges = np.concatenate(([0], np.cumsum(counts)))
+    for w, box in enumerate(boxes):
+        mine = parts[order[edges[w] : edges[w + 1]]]
+        if len(mine) == 1 and tuple(mine[0, 1].tolist()) == box.size:
+            continue
+        relative = mine.copy()
+        relative[:, 0] -= np.asarray(box.offset, dtype=np.int64)
+        cover = check_cover(box.size, relative, limit=2)
+        if cover.ok:
+            continue
+        holes = [f"offset {tuple(a + b for a, b in zip(h.offset, box.offset, strict=True))} size {h.size}" for h in cover.holes]
+        if holes:
+            raise CoverageError(f"tensor {key!r}: the checkpoint has no bytes for part of {stored!r}: {'; '.join(holes)}")
+        raise CoverageError(f"tensor {key!r}: stored chunks of {stored!r} overlap: {[b.offset for _, _, b in cover.overlaps]}")
