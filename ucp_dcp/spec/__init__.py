@@ -1,0 +1,22 @@
+"""The sentences of the UCP language: name rules -> ordered steps, read from YAML or plain data (``docs/language.md``)."""
+
+from .expr import Expr
+from .lint import Finding, lint
+from .model import Rule, StateSpec, Step, Variable, check_variables
+from .names import NameGlob, Template
+from .parse import LayoutSpec, ready_specs
+
+__all__ = [
+    "Expr",
+    "Finding",
+    "LayoutSpec",
+    "NameGlob",
+    "Rule",
+    "StateSpec",
+    "Step",
+    "Template",
+    "Variable",
+    "check_variables",
+    "lint",
+    "ready_specs",
+]
