@@ -9,6 +9,7 @@ A coordinate ``k`` of an axis of ``n`` coordinates holds a part of the *current 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -250,5 +251,5 @@ def _check_bounds(name: str, bounds: tuple[int, ...] | None) -> None:
     if bounds is None:
         return
     _ints(name, bounds)
-    if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in itertools.pairwise(bounds)):
         raise LayoutError(f"{name}: found {list(bounds)}, expected cut points that ascend from 0")

@@ -1,7 +1,7 @@
 """A state dict -> fragments, padding and objects of this rank (design decision D11).
 
-Plain tensors below a root of the layout follow exactly one rule each. Tensors that bring their own geometry keep it and take only their names from
-the layout. Everything outside the roots is as in DCP: plain tensors are whole and alike on all ranks, other values are objects.
+Plain tensors below a root of the layout follow exactly one rule each. Tensors that bring their own geometry keep it and take only their
+names from the layout. Everything outside the roots is as in DCP: plain tensors are whole and alike on all ranks, other values are objects.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from ..errors import LayoutError, UnsupportedError
 from ..geometry import Box, full_box
 from ..names import Role
-from ..patterns import FlatBuffer, Pad, Replicate, Shard, Unique
-from ..patterns import Average as AveragePattern
+from ..patterns import FlatBuffer, Replicate, Unique
 from ..spec import StateSpec
+from . import views
 from .dtensor import OwnGeometry, is_distributed, own_geometry, world_size
 from .flat_buffer import BufferPlan, Param, plan_buffer
 from .flatten import Leaf, dotted, flatten
@@ -60,7 +60,8 @@ def collect(
     tensors = [placed for placed in leaves if isinstance(placed.leaf.value, torch.Tensor) and not placed.leaf.per_rank]
     if layout is not None and tensors and layout.roots and all(p.root is None for p in leaves):
         raise LayoutError(
-            f"none of the layout's roots ({', '.join(layout.roots)}) is in the state dict, which has {', '.join(map(str, state_dict))}; give roots={{...}}"
+            f"none of the layout's roots ({', '.join(layout.roots)}) is in the state dict, which has {', '.join(map(str, state_dict))}; "
+            "give roots={...}"
         )
     # Shapes flow: tensors with own geometry and parameters first, then optimizer state, then buffers of many parameters.
     stages: list[list[_Placed]] = [[], [], [], []]
@@ -191,13 +192,13 @@ class _Collector:
             self.distributed(placed, names)
             return
         if value.layout != torch.strided:
-            raise UnsupportedError(f"{placed.leaf.key}: a tensor with layout {value.layout}; only strided (dense) tensors can be checkpointed")
+            raise UnsupportedError(f"{placed.leaf.key}: found layout {value.layout}; only strided (dense) tensors can be checkpointed")
         if self.layout is not None and placed.root is not None:
             if names is None:
                 if placed.rest[0] != "param_groups":
                     raise LayoutError(
-                        f"{placed.leaf.key}: a tensor below optimizer root {placed.root!r} at {list(placed.rest)}, expected ('state', <parameter>, <state>): "
-                        "pass the optimizer's state nested by parameter name"
+                        f"{placed.leaf.key}: a tensor below optimizer root {placed.root!r} at {list(placed.rest)}, expected "
+                        "('state', <parameter>, <state>): pass the optimizer's state nested by parameter name"
                     )
             else:
                 self.ruled(placed, names, placed.root)
@@ -210,10 +211,10 @@ class _Collector:
         shape = tuple(value.shape)
         role, fqn, state = (names.role, names.name, names.state) if names is not None else (Role.PLAIN, "", "")
         divided = self.own.get(fqn) if role == Role.STATE else None
-        if divided is not None and divided.cut and value.dim() and value.numel() > 1 and shape != divided.shape and len(shape) == len(divided.shape):
+        if divided is not None and divided.cut and value.numel() > 1 and shape != divided.shape and len(shape) == len(divided.shape):
             raise LayoutError(
-                f"{placed.leaf.key}: a plain tensor of shape {shape}, while its parameter is divided over ranks with global shape {divided.shape}; "
-                "a local shard would be saved as if it were the whole: keep the state as a DTensor, or describe it with a layout"
+                f"{placed.leaf.key}: found a plain tensor of shape {shape}, while its parameter of global shape {divided.shape} is "
+                "divided over ranks; its local shard would be saved as the whole: keep the state as a DTensor, or describe it with a layout"
             )
         if role == Role.WEIGHT:
             self.learned.setdefault(fqn, shape)
@@ -229,9 +230,7 @@ class _Collector:
             role, fqn, state = names.role, names.name, names.state
             self.own_names.add(names.name)
             if self.layout is not None:
-                bound = self.layout.bind(
-                    placed.root, names.name, shape_of=lambda _: geometry.shape, local_shape=None, optional=True
-                )
+                bound = self.layout.bind(placed.root, names.name, shape_of=lambda _: geometry.shape, local_shape=None, optional=True)
                 self.check_own(key, bound)
                 role, state = self.role_of(names, bound)
                 fqn = bound.fqn
@@ -252,11 +251,12 @@ class _Collector:
         for step in bound.steps:
             if not isinstance(step.pattern, (Replicate, Unique)):
                 raise LayoutError(
-                    f"{key}: {bound.rule.title} divides it by `{step}`, but the tensor brings its own geometry (a DTensor or sharded tensor); "
-                    "give it a rule without sharding steps, or none"
+                    f"{key}: {bound.rule.title} divides it by `{step}`, but the tensor brings its own geometry (a DTensor or sharded "
+                    "tensor); give it a rule without sharding steps, or none"
                 )
             if isinstance(step.pattern, Unique) and step.axis is not None and self.layout.coords[step.axis][0] not in step.pattern.at:
-                raise LayoutError(f"{key}: {bound.rule.title} says `{step}`, and this rank is at {step.axis}={self.layout.coords[step.axis][0]}")
+                here = self.layout.coords[step.axis][0]
+                raise LayoutError(f"{key}: {bound.rule.title} says `{step}`, and this rank is at {step.axis}={here}")
 
     def role_of(self, names: _Names, bound: Bound) -> tuple[Role, str]:
         assert self.layout is not None
@@ -293,15 +293,16 @@ class _Collector:
                 cached = self.mapped[(steps, shape)] = (applied, applied.pieces())
             applied, pieces = cached
             self.check_held(applied, bound)
-            pieces = _fit(applied, pieces, local)
-            average, writes = _average(applied, names, spec)
+            pieces = views.fit(applied, pieces, local)
+            average, writes = views.average(applied, names.state, spec)
         except LayoutError as error:
             raise LayoutError(f"{placed.leaf.key}: {bound.rule.title}: {error}") from None
         if role in (Role.WEIGHT, Role.BUFFER):
             self.learned.setdefault(bound.fqn, shape)
-        replicated = applied.replicated or self.beyond
         pattern = ", ".join(map(str, steps))
-        self.emit(placed, Fragment(key, path, role, bound.fqn, state, shape, full_box(()), local, replicated, average, pattern, writes), pieces)
+        replicated = applied.replicated or self.beyond
+        like = Fragment(key, path, role, bound.fqn, state, shape, full_box(()), local, replicated, average, pattern, writes)
+        self.emit(placed, like, pieces)
 
     def check_held(self, applied: Applied, bound: Bound) -> None:
         assert self.layout is not None
@@ -309,7 +310,9 @@ class _Collector:
             uniques = [s for s in bound.steps if isinstance(s.pattern, Unique) and s.axis is not None]
             here = ", ".join(f"{s.axis}={self.layout.coords[s.axis][0]}" for s in uniques if s.axis is not None)
             said = ", ".join(map(str, uniques))
-            raise LayoutError(f"the tensor is here at {here}, and the rule says `{said}`: it must not be in this rank's state dict, or the rule is wrong")
+            raise LayoutError(
+                f"the tensor is here at {here}, and the rule says `{said}`: it must not be in this rank's state dict, or the rule is wrong"
+            )
 
     def divided(
         self, names: _Names, bound: Bound, spec: StateSpec, local: torch.Tensor, root: str
@@ -332,13 +335,13 @@ class _Collector:
             return whole, local_shape
         if spec.kind == "steps":
             steps = (*whole, *resolve_steps(spec.steps, self.layout.plain_lookup(root)))
-            known = None if self.shapes is None else self.shapes(self.role_of(names, bound)[0], bound.fqn, names.state)
-            return steps, tuple(known) if known is not None else infer_global_shape(local_shape, steps, self.layout.coords)
+            stored = None if self.shapes is None else self.shapes(self.role_of(names, bound)[0], bound.fqn, names.state)
+            return steps, tuple(stored) if stored is not None else infer_global_shape(local_shape, steps, self.layout.coords)
         param = self.shape_of(Role.WEIGHT, bound.fqn, "")
         ndim = len(param) if param is not None else len(local_shape) + 1
         if not -ndim <= spec.drop < ndim:
             raise LayoutError(f"state {names.state!r}: the parameter has {ndim} dims, `drop: {spec.drop}` does not exist")
-        steps = _factored(bound.steps, spec.drop % ndim, ndim, names.state)
+        steps = views.factored(bound.steps, spec.drop % ndim, ndim, names.state)
         if param is None:
             return steps, infer_global_shape(local_shape, steps, self.layout.coords)
         return steps, param[: spec.drop % ndim] + param[spec.drop % ndim + 1 :]
@@ -348,16 +351,16 @@ class _Collector:
         local = like.view.detach()
         real = False
         for piece in pieces:
-            view = _view(local, piece)
+            view = views.view(local, piece)
             if piece.box is None:
                 placed.padding.append(Padding(placed.leaf.key, view))
                 continue
             real = True
-            placed.fragments.append(_with(like, piece.box, view))
+            placed.fragments.append(views.at_box(like, piece.box, view))
         if not real and like.shape:
             # The rank knows the tensor though it holds none of it: its key is wanted by a load, and a tensor without elements is saved.
             n = len(like.shape)
-            placed.fragments.append(_with(like, Box(like.shape, (0,) * n), local.as_strided((0,) * n, (1,) * n)))
+            placed.fragments.append(views.at_box(like, Box(like.shape, (0,) * n), local.as_strided((0,) * n, (1,) * n)))
 
     # -- buffers of many parameters
 
@@ -377,10 +380,10 @@ class _Collector:
                 self.buffers[(root, names.name)] = plan
             scalar = names.role == Role.STATE and spec.kind == "scalar"
             if spec.kind in ("factored", "steps", "replicated"):
-                raise LayoutError(f"state {names.state!r} of kind {spec.kind} cannot be told from a flat buffer; only follow, master and scalar can")
+                raise LayoutError(f"state {names.state!r} is {spec.kind}; a flat buffer can hold follow, master and scalar ones only")
             if scalar and (local.numel() != 1 or local.dim() > 1):
                 raise LayoutError(f"state {names.state!r} is declared scalar, found shape {tuple(local.shape)}, expected () or (1,)")
-            padding = () if scalar else _fit_buffer(plan, local)
+            padding = () if scalar else views.fit_buffer(plan, local)
         except LayoutError as error:
             raise LayoutError(f"{placed.leaf.key}: {bound.rule.title}: {error}") from None
         for part in plan.parts:
@@ -394,22 +397,20 @@ class _Collector:
                     Fragment(dotted(path), path, role, part.param.fqn, state, shape, where, local.detach(), replicated=True, pattern=text)
                 )
                 continue
-            if not part.pieces and math.prod(applied.global_shape):
+            if not part.pieces and 0 not in applied.global_shape:
                 continue
-            average, writes = _average(applied, names, spec)
+            average, writes = views.average(applied, names.state, spec)
             replicated = applied.replicated or self.beyond
-            like = Fragment(
-                dotted(path), path, role, part.param.fqn, state, applied.global_shape, full_box(()), local, replicated, average, text, writes
-            )
+            shape = applied.global_shape
+            like = Fragment(dotted(path), path, role, part.param.fqn, state, shape, full_box(()), local, replicated, average, text, writes)
             self.emit(placed, like, part.pieces)
         for piece in padding:
-            placed.padding.append(Padding(placed.leaf.key, _view(local.detach(), piece)))
+            placed.padding.append(Padding(placed.leaf.key, views.view(local.detach(), piece)))
 
     def param(self, name: str, axis: str, buffer: _Names) -> Param:
         """A parameter of a flat buffer, by its name below the model root."""
         assert self.layout is not None
         root, name = self.layout.split_root(name)
-        names = _Names(Role.WEIGHT, name, "", (), ())
         bound = self.layout.bind(root, name, shape_of=lambda fqn: self.shape_of(Role.WEIGHT, fqn, ""), local_shape=None)
         shape = self.shape_of(Role.WEIGHT, bound.fqn, "")
         if shape is None and self.shapes is not None:
@@ -418,7 +419,8 @@ class _Collector:
             shape = tuple(found) if found is not None else None
         if shape is None:
             raise LayoutError(
-                f"the global shape of parameter {names.name!r} is not known: give it in shapes=, or have the parameter in a model root of the same state dict"
+                f"the global shape of parameter {name!r} is not known: give it in shapes=, or have the parameter in a model root of the "
+                "same state dict"
             )
         try:
             applied = apply_steps(shape, bound.steps, self.layout.coords, without_axis=axis)
@@ -461,88 +463,12 @@ class _Collector:
             if placed.obj is not None:
                 out.objects.append(placed.obj)
                 if placed.obj.key in out.paths or placed.obj.key in owner:
-                    raise LayoutError(f"{placed.leaf.key}: becomes {placed.obj.key!r} in the checkpoint, which another value is called already")
+                    raise LayoutError(f"{placed.leaf.key}: becomes {placed.obj.key!r} in the checkpoint, as another value does")
                 out.paths[placed.obj.key] = placed.obj.path
         for key, holders in owner.items():
             if len(holders) > 1:
                 _check_shared(key, holders)
         return out
-
-
-def _with(like: Fragment, box: Box, view: torch.Tensor) -> Fragment:
-    return Fragment(
-        like.key, like.path, like.role, like.fqn, like.state, like.shape, box, view, like.replicated, like.average, like.pattern, like.writes
-    )
-
-
-def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece as a view of the local tensor, whatever strides that has."""
-    stride = local.stride()
-    offset = local.storage_offset() + sum(i * s for i, s in zip(piece.at, stride, strict=True))
-    return local.as_strided(piece.size, tuple(stride[d] * factor if d >= 0 else 1 for d, factor in piece.strides), offset)
-
-
-def _fit(applied: Applied, pieces: list[Piece], local: torch.Tensor) -> list[Piece]:
-    """The pieces, with trailing padding of a flat partition; raises LayoutError when the local shape is not the expected one."""
-    found, expected = tuple(local.shape), applied.shape
-    if found == expected:
-        return pieces
-    if applied.flat is not None and local.dim() == 1 and expected[0] < found[0] == applied.even:
-        return [*pieces, Piece(None, (found[0] - expected[0],), (expected[0],), ((0, 1),))]
-    also = f" (or ({applied.even},) with padding)" if applied.flat is not None and applied.even > expected[0] else ""
-    raise LayoutError(f"local shape is {found}, expected {expected}{also} of global shape {applied.global_shape}; check coordinates, sizes and the rule")
-
-
-def _fit_buffer(plan: BufferPlan, local: torch.Tensor) -> tuple[Piece, ...]:
-    if local.dim() == 1 and local.shape[0] == plan.length:
-        return plan.padding
-    if local.dim() == 1 and local.shape[0] == plan.used:
-        return tuple(p for p in plan.padding if p.at[0] < plan.used)
-    also = f" (or ({plan.used},) without padding)" if plan.used != plan.length else ""
-    raise LayoutError(
-        f"local shape is {tuple(local.shape)}, expected ({plan.length},){also} for {len(plan.parts)} parameters; check their order, pad_to and align"
-    )
-
-
-def _average(applied: Applied, names: _Names, spec: StateSpec) -> tuple[bool, bool]:
-    """(average, writes) of a parameter's or state's fragments."""
-    if applied.average is None:
-        return False, True
-    if names.role == Role.WEIGHT or spec.master:
-        return True, True
-    match applied.average.state:
-        case "mean":
-            return True, True
-        case "first":
-            return False, applied.average_first
-    raise LayoutError(
-        f"optimizer state {names.state!r} of an averaged parameter: its copies differ too; say Average(state=mean) or Average(state=first)"
-    )
-
-
-def _factored(steps: Sequence[AxisStep], drop: int, ndim: int, state: str) -> tuple[AxisStep, ...]:
-    """The parameter's steps for a state without dimension ``drop``."""
-    out: list[AxisStep] = []
-    for step in steps:
-        pattern = step.pattern
-        if isinstance(pattern, (Replicate, Unique, AveragePattern)):
-            out.append(step)
-            continue
-        if not isinstance(pattern, (Shard, Pad)):
-            raise LayoutError(f"state {state!r} is factored, and its parameter is divided by `{step}`; declare the state's own steps")
-        dim = pattern.dim % ndim
-        if dim == drop:
-            if isinstance(pattern, Pad):
-                continue
-            raise LayoutError(
-                f"state {state!r} lacks dim {drop}, along which its parameter is divided (`{step}`): each coordinate has other values; declare its own steps"
-            )
-        new = dim - (dim > drop)
-        if isinstance(pattern, Pad):
-            out.append(AxisStep(step.axis, Pad(new, pattern.to, pattern.size)))
-        else:
-            out.append(AxisStep(step.axis, Shard(new, pattern.parts, pattern.widths, pattern.copies)))
-    return tuple(out)
 
 
 def _check_shared(key: str, holders: Sequence[_Placed]) -> None:
@@ -555,8 +481,8 @@ def _check_shared(key: str, holders: Sequence[_Placed]) -> None:
                     continue
                 if fragment.shape != other.shape or fragment.box != other.box:
                     raise LayoutError(
-                        f"{placed.leaf.key} and {where.leaf.key} both become {key!r}, with boxes {other.box} and {fragment.box} that overlap; "
-                        "two names must not become one by rename"
+                        f"{placed.leaf.key} and {where.leaf.key} both become {key!r}, with boxes {fragment.box} and {other.box} that "
+                        "overlap; two names must not become one by rename"
                     )
                 # Two copies of one box on one rank: the planner compares them like any replicas.
                 fragment.replicated = other.replicated = True

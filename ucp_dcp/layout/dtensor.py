@@ -1,8 +1,8 @@
 """Geometry that tensors bring themselves: DTensor, ShardedTensor, and tensors that describe their own chunks.
 
-What a coordinate of a device mesh holds follows from shape, mesh and placements alone. DCP describes it by one box per rank, which is wrong for a
-lone ``_StridedShard`` and for shards made by hand; here placements are applied from left to right to the list of global indices of each dimension,
-and the local tensor's real shape must be what comes out.
+What a coordinate of a device mesh holds follows from shape, mesh and placements alone. DCP describes it by one box per rank, which is
+wrong for a lone ``_StridedShard`` and for shards made by hand; here placements are applied from left to right to the list of global indices
+of each dimension, and the local tensor's real shape must be what comes out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dtensor_pieces(
     """Boxes of the global tensor and of the local tensor, pairwise, that ``coordinate`` of the mesh holds.
 
     Exact for every placement of torch: uneven and empty shards (rule of ``torch.chunk``), one tensor dim sharded by several mesh dims, and
-    ``_StridedShard(dim, split_factor)``: the dim in ``split_factor`` pieces, each chunked over the mesh dim, a coordinate's chunks end to end.
+    ``_StridedShard(dim, split_factor)``: the dim in ``split_factor`` pieces, each chunked over the mesh dim, own chunks end to end.
 
     Args:
         shape: global shape.
@@ -66,7 +66,9 @@ def dtensor_pieces(
 
 def _dtensor_dims(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]) -> list[Segments]:
     if not len(mesh_shape) == len(coordinate) == len(placements):
-        raise LayoutError(f"found {len(placements)} placements and coordinate {tuple(coordinate)}, expected one each per mesh dim {tuple(mesh_shape)}")
+        raise LayoutError(
+            f"found {len(placements)} placements and coordinate {tuple(coordinate)}, expected one each per dim of mesh {tuple(mesh_shape)}"
+        )
     dims: list[Segments] = [((0, int(n)),) if n else () for n in shape]
     for n, k, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():
@@ -121,7 +123,7 @@ def _is_dtensor(value: Any) -> bool:
 def _is_sharded(value: Any) -> bool:
     if not torch.distributed.is_available():
         return False
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
 
@@ -174,9 +176,9 @@ def _from_dtensor(key: str, value: Any) -> OwnGeometry:
     expected = tuple(length(segments) for segments in dims)
     if tuple(local.shape) != expected:
         raise LayoutError(
-            f"DTensor of shape {shape}, {pattern}: the local tensor at coordinate {tuple(coordinate)} has shape {tuple(local.shape)}, expected "
-            f"{expected}; shards that do not follow the rule of torch.chunk need explicit offsets: describe them with a layout (widths=) "
-            "or let the tensor implement __create_chunk_list__"
+            f"DTensor of shape {shape}, {pattern}: the local tensor at coordinate {tuple(coordinate)} has shape {tuple(local.shape)}, "
+            f"expected {expected}; shards that do not follow the rule of torch.chunk need explicit offsets: describe them with a layout "
+            "(widths=) or let the tensor implement __create_chunk_list__"
         )
     shards = []
     for box, where in dtensor_pieces(shape, mesh.shape, coordinate, placements):
@@ -237,7 +239,7 @@ def _from_sharded(value: Any) -> OwnGeometry:
 
 
 def _from_checkpointable(value: Any) -> OwnGeometry:
-    """torch 2.14's ``CheckpointableTensor``: one tuple per local shard in ``global_offsets``, ``local_offsets`` and ``local_sizes``."""
+    """Of torch 2.14's ``CheckpointableTensor``: one tuple per local shard in ``global_offsets``, ``local_offsets`` and ``local_sizes``."""
     shape = tuple(int(n) for n in value.global_shape)
     if not len(value.global_offsets) == len(value.local_offsets) == len(value.local_sizes):
         raise LayoutError("global_offsets, local_offsets and local_sizes have different lengths")
@@ -246,7 +248,7 @@ def _from_checkpointable(value: Any) -> OwnGeometry:
     for offset, start, size in zip(value.global_offsets, value.local_offsets, value.local_sizes, strict=True):
         where = Box(tuple(map(int, start)), tuple(map(int, size)))
         if where.ndim != local.ndim or any(s > n for s, n in zip(where.stop, local.shape, strict=True)):
-            raise LayoutError(f"a shard at {where.offset} with shape {where.size} does not lie in the local tensor of shape {tuple(local.shape)}")
+            raise LayoutError(f"a shard at local {where.offset}, shape {where.size}, does not lie in the local shape {tuple(local.shape)}")
         shards.append(_checked(shape, offset, _narrow(local, where)))
     return OwnGeometry(shape, shards, True, "CheckpointableTensor", True)
 
@@ -260,6 +262,6 @@ def _from_chunks(key: str, value: Any, shape: tuple[int, ...], chunks: Sequence[
             continue
         view = get_shard(MetadataIndex(key, chunk.offsets, index))
         if tuple(view.shape) != tuple(chunk.sizes):
-            raise LayoutError(f"the chunk at {tuple(chunk.offsets)} is said to have shape {tuple(chunk.sizes)}, its tensor has {tuple(view.shape)}")
+            raise LayoutError(f"the chunk at {tuple(chunk.offsets)} has shape {tuple(view.shape)}, described as {tuple(chunk.sizes)}")
         shards.append(_checked(shape, chunk.offsets, view))
     return OwnGeometry(shape, shards, True, type(value).__name__, True)

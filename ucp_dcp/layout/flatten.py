@@ -1,7 +1,7 @@
 """A nested state dict as leaves with dotted keys, by the rules that DCP uses (``torch.distributed.checkpoint.flatten_state_dict``).
 
-Mappings are always descended into, their keys as ``str``. A list is descended into if it holds a tensor, a mapping, or a list that is itself
-descended into; otherwise it is one leaf. Everything else, tuples included, is a leaf.
+Mappings are always descended into, their keys as ``str``. A list is descended into if it holds a tensor, a mapping, or a list that is
+itself descended into; otherwise it is one leaf. Everything else, tuples included, is a leaf.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Layout:
         coords: axis -> (coordinate, size). Every axis that the spec declares; further ones are implied Replicate.
         roots: path of a part of the state dict -> ``"model"`` or ``"optimizer"``; ``""`` is the whole state dict.
         variables: values of the spec's variables. They may differ between ranks (a pipeline stage's first layer).
-        shapes: fqn -> global logical shape, where it is known. A tensor that is flattened needs it here, from its parameter in the same state
-            dict, or (at load) from the checkpoint.
+        shapes: fqn -> global logical shape, where it is known. A tensor that is flattened needs it here, from its parameter in the same
+            state dict, or (at load) from the checkpoint.
         root_variables: root path -> variables that differ there (the layer offset of each virtual pipeline chunk).
 
     Raises:
@@ -89,7 +89,7 @@ class Layout:
         return collect(state_dict, layout=self).fragments
 
     def describe(self, name: str, root: str | None = None) -> str:
-        """How the tensor with this local name is divided, such as ``pp: Unique(0), tp: Shard(0)``. Raises LayoutError when no rule matches."""
+        """How the tensor with this local name is divided, such as ``pp: Unique(0), tp: Shard(0)``. Raises LayoutError without a rule."""
         root = root if root is not None else self.model_root()
         return self.bind(root, name, shape_of=self.shapes.get, local_shape=None).pattern or "Replicate()"
 
@@ -140,12 +140,13 @@ class Layout:
             return Bound(Rule(0, self.spec.rules[0].match), name, name, ())
         where = f"{self.spec.source}: tensor {name!r}"
         if found:
-            raise LayoutError(f"{where} matches {len(found)} rules: {_titles(b.rule for b in found)}; rules must be disjoint: narrow them, or add `when:`")
+            raise LayoutError(f"{where} matches {_titles(b.rule for b in found)}; rules must be disjoint: narrow them, or add `when:`")
         if candidates:
             raise LayoutError(f"{where} matches only rules whose `when:` is false: {_titles(r for r, _ in candidates)}")
         nearest = min(self.spec.rules, key=lambda rule: distance(rule.match.text, name))
         raise LayoutError(
-            f"{where} matches no rule; nearest is {nearest.title}. Add a rule, or take the tensor out of the roots ({', '.join(self.roots)})"
+            f"{where} matches no rule; nearest is {nearest.title}. Add a rule, or take the tensor out of the roots "
+            f"({', '.join(self.roots)})"
         )
 
     def _bind_rule(

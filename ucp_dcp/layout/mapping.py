@@ -1,8 +1,8 @@
 """Steps applied to one tensor: which global elements a coordinate holds, and where in its local memory.
 
-While the array is n-d every step cuts dimensions one by one, so the mapping is a *product* of segment lists and its boxes are the products of
-segments. ``Flat`` freezes that array and goes on with ranges of its flattened elements; a range becomes boxes of the frozen array, each of which is
-intersected with the product. All of it is integers: torch comes in only when a piece becomes a view.
+While the array is n-d every step cuts dimensions one by one, so the mapping is a *product* of segment lists and its boxes are the products
+of segments. ``Flat`` freezes that array and goes on with ranges of its flattened elements; a range becomes boxes of the frozen array, each
+of which is intersected with the product. All of it is integers: torch comes in only when a piece becomes a view.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Piece:
 class Applied:
     """What one coordinate holds of one tensor after some steps.
 
-    dims: per dim of the current array (global dim, segments). fixed: global dims that a Stack fixed to one index. ndim: of the global tensor.
+    dims: per dim of the current array (global dim, segments). fixed: (global dim, index) of dims that a Stack fixed to one index.
     flat: None while n-d, else segments over the flattened current array. even: the local length that trailing padding may fill up to.
-    held: False when a Unique leaves the tensor to other coordinates. copied: axes along which other coordinates hold the same. averaged.
+    held: False when a Unique leaves the tensor to other coordinates. replicated: other coordinates hold the same elements.
+    average: the Average step, and average_first whether this is coordinate 0 of it.
     """
 
     global_shape: tuple[int, ...]
@@ -207,7 +208,9 @@ def _apply(state: Applied, step: AxisStep, k: int, n: int) -> tuple[Applied, boo
                 low, high = chunk_bounds(total, n, k)
                 return replace(state, flat=cut(flat, low, high), even=-(-total // n)), True
             if len(bounds) != n + 1 or bounds[-1] != total:
-                raise LayoutError(f"{step}: found cut points up to {bounds[-1]} for {len(bounds) - 1} coordinates, expected {total} and {n}")
+                raise LayoutError(
+                    f"{step}: found cut points up to {bounds[-1]} for {len(bounds) - 1} coordinates, expected up to {total} for {n}"
+                )
             return replace(state, flat=cut(flat, bounds[k], bounds[k + 1]), even=0), True
         case Stack(dim=dim, index=index, size=size, keep=keep):
             return _stack(state, step, dim, index, size, keep), False
@@ -253,9 +256,7 @@ def _shard(segments: Segments, pattern: Shard, step: AxisStep, k: int, n: int) -
         if pattern.widths is not None:
             widths = pattern.widths[p]
             if len(widths) != pieces or sum(widths) != part:
-                raise LayoutError(
-                    f"{step}: found {len(widths)} widths adding up to {sum(widths)}, expected {pieces} adding up to {part}"
-                )
+                raise LayoutError(f"{step}: found {len(widths)} widths adding up to {sum(widths)}, expected {pieces} adding up to {part}")
             low, high = width_bounds(widths, which)
         else:
             low, high = chunk_bounds(part, pieces, which)
@@ -268,8 +269,8 @@ def _shard(segments: Segments, pattern: Shard, step: AxisStep, k: int, n: int) -
 def infer_global_shape(local_shape: Sequence[int], steps: Sequence[AxisStep], coords: Coords) -> tuple[int, ...]:
     """The global shape, from the local one, steps undone from last to first.
 
-    Assumes that a Shard without widths is even; where it is not, ranks infer different shapes and saving finds out. Raises LayoutError when a
-    step cannot be undone from the local shape alone.
+    Assumes that a Shard without widths is even; where it is not, ranks infer different shapes and saving finds out. Raises LayoutError when
+    a step cannot be undone from the local shape alone.
     """
     shape = list(local_shape)
     for step in reversed(steps):

@@ -1,7 +1,7 @@
 """Index segments: one dimension of a local array as runs of indices of a dimension of the global tensor.
 
-``((4, 2), (10, 3), (-1, 1))`` is a dimension of 6 elements: global 4, 5, then 10, 11, 12, then one element that is no global element (padding).
-Cutting steps only ever slice and join such lists, so what a coordinate holds is an exact, disjoint cover by construction.
+``((4, 2), (10, 3), (-1, 1))`` is a dimension of 6 elements: global 4, 5, then 10, 11, 12, then one element that is no global element
+(padding). Cutting steps only ever slice and join such lists, so what a coordinate holds is an exact, disjoint cover by construction.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def overlap(segments: Segments, start: int, stop: int) -> list[tuple[int, int, i
 
 
 def chunk_bounds(size: int, count: int, k: int) -> tuple[int, int]:
-    """Range of chunk ``k`` of ``count`` by the rule of ``torch.chunk``: ``ceil(size / count)`` elements each, the last ones fewer or none."""
+    """Range of chunk ``k`` of ``count`` by the rule of ``torch.chunk``: ``ceil(size / count)`` each, the last ones fewer or none."""
     each = -(-size // count)
     return min(each * k, size), min(each * (k + 1), size)
 

@@ -1,7 +1,7 @@
 """Expressions of a spec: integer arithmetic over declared names, and nothing else.
 
-An expression is parsed with ``ast`` and *walked* against a short list of node types; it is never compiled or evaluated by Python. A spec may
-come from anywhere, so text length, nesting, integer size and list length are bounded.
+An expression is parsed with ``ast`` and *walked* against a short list of node types; it is never compiled or evaluated by Python. A spec
+may come from anywhere, so text length, nesting, integer size and list length are bounded.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _check(node: ast.expr, depth: int) -> None:
             below = (sequence, index)
         case _:
             raise _Bad(
-                f"{ast.unparse(node)!r} is not allowed; allowed are integers, names, axis.size, + - * // %, comparisons, in, and/or/not, [..]"
+                f"{ast.unparse(node)!r} is not allowed; allowed are integers, names, axis.size, + - * // %, comparisons, in, "
+                "and/or/not, [..]"
             )
     for child in below:
         _check(child, depth + 1)
@@ -148,8 +149,8 @@ def _bounded(value: int) -> int:
 
 def _walk(node: ast.expr, lookup: Callable[[str], Value]) -> Value:
     match node:
-        case ast.Constant(value=value):
-            return value  # type: ignore[return-value]  # _check left int, bool, str
+        case ast.Constant(value=constant):
+            return constant  # type: ignore[return-value]  # _check left int, bool, str
         case ast.Name(id=name):
             return lookup(name)
         case ast.Attribute():
@@ -172,9 +173,9 @@ def _walk(node: ast.expr, lookup: Callable[[str], Value]) -> Value:
             return result
         case ast.Compare(left=left, ops=ops, comparators=others):
             first = _walk(left, lookup)
-            for op, other in zip(ops, others, strict=True):
+            for relation, other in zip(ops, others, strict=True):
                 second = _walk(other, lookup)
-                if not _compare(op, first, second):
+                if not _compare(relation, first, second):
                     return False
                 first = second
             return True

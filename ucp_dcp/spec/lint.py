@@ -14,7 +14,7 @@ __all__ = ["Finding", "lint"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. ``error``: the spec cannot work as written; ``warning``: it may not do what was meant. ``rule`` is 0 for the whole spec."""
+    """One finding. ``error``: the spec cannot work as written; ``warning``: it may not do what was meant. ``rule`` is 0 for all of it."""
 
     level: Literal["error", "warning"]
     code: str

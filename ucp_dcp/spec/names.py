@@ -1,8 +1,8 @@
 """Name globs and rename templates.
 
-A glob is a dotted name in which ``*`` stands for any characters inside one segment, ``**`` for any characters across segments, and ``{i}`` for
-a whole number, captured as ``i``. A rename template is a dotted name in which ``{expression}`` is a number or text and the k-th ``*`` or ``**``
-stands for what the k-th wildcard of the glob matched.
+A glob is a dotted name in which ``*`` stands for one character or more inside one segment, ``**`` for one or more across segments, and
+``{i}`` for a whole number, captured as ``i``. A rename template is a dotted name in which ``{expression}`` is a number or text and the k-th
+``*`` or ``**`` stands for what the k-th wildcard of the glob matched.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _compiled(text: str) -> tuple[re.Pattern[str], tuple[str, ...], int]:
     wild = 0
     for token in _tokens(text):
         if token in ("*", "**"):
-            # Possessive or lazy makes no difference to what matches; what each wildcard gets must be unambiguous to people: first ones longest.
+            # What each wildcard gets must be plain to people: the first ones as much as they can.
             regex += f"(?P<w_{wild}>{'.+' if token == '**' else '[^.]+'})"
             wild += 1
         elif token[0] == "{" and len(token) > 1:
@@ -201,9 +201,7 @@ def distance(glob: str, name: str) -> int:
     """How far a name is from being matched: characters to change, wildcards matching anything. For naming the nearest rule in an error."""
     symbols = _symbols(glob)[:200]
     name = name[:200]
-    row = [0]
-    for symbol in symbols:
-        row.append(row[-1] + 1)
+    row = list(range(len(symbols) + 1))
     for letter in name:
         new = [row[0] + 1]
         for k, symbol in enumerate(symbols, 1):

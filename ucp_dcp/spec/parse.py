@@ -1,4 +1,4 @@
-"""Plain data -> LayoutSpec. Every complaint names the file, the line, the rule and the key, and all of one rule's parts are checked here."""
+"""Plain data -> LayoutSpec. Every complaint names the file, the line, the rule and the key."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ class _Parser:
                 if not buffers:
                     self.fail((*path, k), "FlatBuffer describes a buffer, not one state")
                 if len(steps) != 1:
-                    self.fail((*path, k), "FlatBuffer must be the only step of its rule: what stands before it comes from its parameters' rules")
+                    self.fail((*path, k), "FlatBuffer must be the only step of its rule: its parameters' own rules come before it")
             if flat and step.kind in ("Stack", "Permute"):
                 self.fail((*path, k), f"{step.kind} after Flat: the array has one dimension by then")
             flat = flat or step.kind == "Flat"

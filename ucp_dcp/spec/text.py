@@ -58,7 +58,7 @@ def load_yaml(text: str, source: str) -> tuple[Any, Lines]:
             return out
         if isinstance(node, yaml.SequenceNode):
             return [convert(child, (*path, k)) for k, child in enumerate(node.value)]
-        value = yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
         if not isinstance(value, (str, int, bool, float, type(None))):
             raise SpecError(f"{source}:{line}: {node.value!r} is neither text, number nor truth value")
         return value
