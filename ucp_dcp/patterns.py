@@ -146,6 +146,8 @@ class FlatBuffer:
         ``round_robin_gradients``).
     align: each parameter starts at a multiple of so many elements. pad_to: the total length is padded to a multiple of so many.
     bounds: the ``n + 1`` cut points, from 0 to the padded length; None: the padded length in ``n`` equal ranges (rounded up).
+    each: every parameter is cut by itself into ``n`` ranges of ``ceil(numel / n)`` elements, the last ones padded, and the coordinate's
+        ranges stand end to end (ZeRO-3's sub-groups); excludes ``bounds``, ``align`` and ``pad_to``.
     label: what to call ``params`` in texts for people.
     """
 
@@ -154,6 +156,7 @@ class FlatBuffer:
     align: int = 1
     pad_to: int = 1
     bounds: tuple[int, ...] | None = None
+    each: bool = False
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -162,6 +165,8 @@ class FlatBuffer:
         _check_bounds("FlatBuffer(partition)", self.bounds)
         if self.order not in ("given", "reverse", "round_robin"):
             raise LayoutError(f"FlatBuffer(order): found {self.order!r}, expected 'given', 'reverse' or 'round_robin'")
+        if self.each and (self.bounds is not None or self.align != 1 or self.pad_to != 1):
+            raise LayoutError("FlatBuffer(partition=each): align and pad_to have no meaning with it")
         if len(set(self.params)) != len(self.params):
             twice = sorted({name for name in self.params if self.params.count(name) > 1})[:3]
             raise LayoutError(f"FlatBuffer(params): {', '.join(twice)} stands in it twice; each parameter has one place in the buffer")
@@ -174,6 +179,8 @@ class FlatBuffer:
             text += f", align={self.align}"
         if self.pad_to != 1:
             text += f", pad_to={self.pad_to}"
+        if self.each:
+            text += ", partition=each"
         if self.bounds is not None:
             text += f", partition={_show(self.bounds)}"
         return text + ")"

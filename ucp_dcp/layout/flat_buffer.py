@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import LayoutError
 from ..patterns import FlatBuffer
 from .mapping import Applied, Piece
-from .segments import PADDING
+from .segments import PADDING, chunk_bounds
 
 __all__ = ["BufferPart", "BufferPlan", "Param", "order_params", "plan_buffer"]
 
@@ -53,6 +53,8 @@ def order_params(names: Sequence[str], order: str, n: int) -> list[str]:
 def plan_buffer(pattern: FlatBuffer, k: int, n: int, param_of: Callable[[str], Param]) -> BufferPlan:
     """The plan of coordinate ``k`` of ``n``. Raises LayoutError when the partition does not fit the parameters."""
     params = [param_of(name) for name in order_params(pattern.params, pattern.order, n)]
+    if pattern.each:
+        return _plan_each(params, k, n)
     starts: list[int] = []
     end = 0
     for param in params:
@@ -87,6 +89,27 @@ def plan_buffer(pattern: FlatBuffer, k: int, n: int, param_of: Callable[[str], P
     if at < high:
         padding.append(_pad(at - low, high - at))
     return BufferPlan(tuple(parts), tuple(padding), high - low, used)
+
+
+def _plan_each(params: Sequence[Param], k: int, n: int) -> BufferPlan:
+    parts: list[BufferPart] = []
+    padding: list[Piece] = []
+    at = used = 0
+    for param in params:
+        numel = math.prod(param.applied.shape)
+        low, high = chunk_bounds(numel, n, k)
+        even = -(-numel // n)
+        pieces: list[Piece] = []
+        for piece in _range_pieces(param.applied, low, high, at):
+            (pieces if piece.box is not None else padding).append(piece)
+        if high > low:
+            used = at + high - low
+        if high - low < even:
+            padding.append(_pad(at + high - low, even - (high - low)))
+        parts.append(BufferPart(param, tuple(pieces)))
+        at += even
+    # Padding between parameters is part of the buffer; only what trails may be missing.
+    return BufferPlan(tuple(parts), tuple(padding), at, used)
 
 
 def _pad(at: int, n: int) -> Piece:

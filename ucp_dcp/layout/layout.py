@@ -107,7 +107,7 @@ class Layout:
 
     def candidates(self, name: str) -> list[tuple[Rule, Match]]:
         """The rules whose glob matches a name, conditions aside."""
-        return [(rule, match) for rule in self.spec.rules if (match := rule.match.match(name)) is not None]
+        return [(rule, match) for rule in self.spec.rules if (match := rule.match_name(name)) is not None]
 
     def bind(
         self,
@@ -161,6 +161,8 @@ class Layout:
         variables = self.root_variables.get(root, self.variables)
 
         def plain(key: str) -> Value:
+            if key == "name":
+                return name
             if key in match.captures:
                 return match.captures[key]
             if key in variables:

@@ -57,7 +57,7 @@ def fit_buffer(plan: BufferPlan, local: torch.Tensor) -> tuple[Piece, ...]:
 
 
 def average(applied: Applied, state: str, spec: StateSpec) -> tuple[bool, bool]:
-    """(average, writes) of the fragments of a parameter (``state`` is "") or of its state. Raises LayoutError when the rule does not say."""
+    """(average, writes) of a parameter's fragments (``state`` is "") or its state's. Raises LayoutError when the rule does not say."""
     if applied.average is None:
         return False, True
     if not state or spec.master:
@@ -87,8 +87,8 @@ def factored(steps: Sequence[AxisStep], drop: int, ndim: int, state: str) -> tup
             if isinstance(pattern, Pad):
                 continue
             raise LayoutError(
-                f"state {state!r} lacks dim {drop}, along which its parameter is divided (`{step}`): coordinates differ; "
-                "declare its own steps"
+                f"state {state!r} lacks dim {drop}, along which its parameter is divided (`{step}`): "
+                "coordinates differ; declare its own steps"
             )
         new = dim - (dim > drop)
         if isinstance(pattern, Pad):

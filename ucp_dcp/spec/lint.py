@@ -89,7 +89,7 @@ def _rule(rule: Rule) -> list[Finding]:
 def _pair(a: Rule, b: Rule) -> list[Finding]:
     # A buffer's rule and a parameter's rule may meet on one name only if both stand below one root; a condition may keep them apart.
     name = a.match.overlap(b.match)
-    if name is None:
+    if name is None or a.match_name(name) is None or b.match_name(name) is None:
         return []
     conditions = [r.when.text for r in (a, b) if r.when is not None]
     if conditions and not (len(conditions) == 2 and conditions[0] == conditions[1]):

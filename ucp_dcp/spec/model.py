@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ..errors import SpecError
 from ..patterns import Average, Flat, FlatBuffer, Pad, Pattern, Permute, Replicate, Shard, Stack, Unique
 from .expr import Expr, Value
-from .names import NameGlob, Template
+from .names import Match, NameGlob, Template
 
 __all__ = ["AXIS_FREE", "RESERVED", "SIGNATURES", "Rule", "StateSpec", "Step", "Variable"]
 
@@ -32,7 +32,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
 AXIS_FREE: dict[str, str] = {"pad": "Pad", "stack": "Stack", "permute": "Permute"}
 """Step keys that are no axis, and the pattern each takes."""
 
-RESERVED = frozenset({"shape", "ndim", "size", *AXIS_FREE})
+RESERVED = frozenset({"shape", "ndim", "name", "size", *AXIS_FREE})
 """Names that an axis, a variable or a capture must not have."""
 
 
@@ -123,7 +123,8 @@ class Step:
                     values.get("order", "given"),
                     values.get("align", 1),
                     values.get("pad_to", 1),
-                    None if bounds == "even" else bounds,
+                    None if isinstance(bounds, str) else bounds,
+                    each=bounds == "each",
                     label=written.text if isinstance(written, Expr) and len(written.text) <= 40 else "",
                 )
             case "Pad":
@@ -164,7 +165,7 @@ def _typed(what: str, kind: str, value: Any) -> Any:
         case "params":
             ok, wanted = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a list of parameter names"
         case "partition":
-            ok, wanted = value == "even" or integers, "`even` or a list of cut points"
+            ok, wanted = value in ("even", "each") or integers, "`even`, `each` or a list of cut points"
         case _:
             ok, wanted = isinstance(value, str), "a word"
     if not ok:
@@ -193,12 +194,20 @@ class Rule:
 
     number: int
     match: NameGlob
+    excluded: tuple[NameGlob, ...] = ()
     when: Expr | None = None
     rename: Template | None = None
     role: Literal["weight", "buffer"] = "weight"
     steps: tuple[Step, ...] = ()
     line: int = 0
     where: str = field(default="", compare=False)
+
+    def match_name(self, name: str) -> Match | None:
+        """What ``match`` finds in a name, None when it does not match or an ``except`` glob does."""
+        found = self.match.match(name)
+        if found is not None and any(glob.match(name) is not None for glob in self.excluded):
+            return None
+        return found
 
     @property
     def is_buffer_of_many(self) -> bool:

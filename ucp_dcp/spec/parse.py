@@ -22,7 +22,7 @@ __all__ = ["LayoutSpec", "ready_specs"]
 VERSION = 1
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _KEYS = {"ucp_spec", "name", "doc", "axes", "variables", "optimizer", "rules"}
-_RULE_KEYS = {"match", "when", "rename", "role", "steps", "doc"}
+_RULE_KEYS = {"match", "except", "when", "rename", "role", "steps", "doc"}
 _TYPES = ("int", "bool", "str", "list[int]", "params", "list[params]")
 _MAX_FILE = 4 << 20
 
@@ -199,11 +199,15 @@ class _Parser:
             if capture in known or capture in RESERVED:
                 self.fail((*path, "match"), f"capture {{{capture}}} has the name of an axis, a variable or a word of the language")
         names = known | set(match.captures)
+        excluded = tuple(
+            self.built(NameGlob, text, (*path, "except", k))
+            for k, text in enumerate(self.sequence(row.get("except", []), (*path, "except")))
+        )
         when = None
         if "when" in row:
             text = row["when"] if isinstance(row["when"], str) else str(row["when"])
             when = self.built(Expr, text, (*path, "when"))
-            self.check_names(when.names, names | {"shape", "ndim"}, (*path, "when"))
+            self.check_names(when.names, names | {"shape", "ndim", "name"}, (*path, "when"))
         rename = None
         if "rename" in row:
             rename = self.built(Template, row["rename"], (*path, "rename"))
@@ -215,7 +219,7 @@ class _Parser:
             self.fail((*path, "role"), f"found {role!r}, expected weight or buffer")
         steps = self.steps(row.get("steps", []), (*path, "steps"), axes, names | {"shape", "ndim"}, buffers=True)
         line = self.lines.get(path, 0)
-        return Rule(number + 1, match, when, rename, role, steps, line, self.source)
+        return Rule(number + 1, match, excluded, when, rename, role, steps, line, self.source)
 
     def built(self, kind: type[Any], text: Any, path: Path) -> Any:
         try:
@@ -288,7 +292,7 @@ class _Parser:
             form = signature[name].rstrip("?")
             if isinstance(node, ast.Starred):
                 self.fail(path, f"{kind}: `*` is not allowed")
-            if form == "word" or (form == "partition" and isinstance(node, ast.Name) and node.id == "even"):
+            if form == "word" or (form == "partition" and isinstance(node, ast.Name) and node.id in ("even", "each")):
                 if isinstance(node, ast.Name):
                     args.append((name, node.id))
                     continue
