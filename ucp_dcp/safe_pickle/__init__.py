@@ -2,7 +2,7 @@
 
 :func:`loads` is a complete pickle machine of its own: it never imports a module, never looks up an attribute and never calls anything
 but the constructors of ``builders.py``, each of which checks its arguments. A pickle can therefore do no more than build plain values:
-containers, scalars, bytes, ``torch.Size``, dtypes, devices, numpy arrays and scalars of plain dtypes, references to stored tensors.
+containers, scalars, bytes, ``torch.Size``, dtypes, devices, numpy arrays and scalars of plain dtypes, tensors of the archive around it.
 
 Everything else is an :class:`~ucp_dcp.errors.UnsafePickleError` that names ``module.name``, unless the caller gave a *stand-in* for it
 (``stubs``: the object becomes an inert :class:`Stub` that records constructor arguments and state), or opted in to the real class
@@ -14,6 +14,24 @@ from __future__ import annotations
 from .builders import Reference, StorageType, TensorSink
 from .machine import MAX_PICKLE, loads
 from .stubs import EnumStub, Stub, StubTable
-from .walk import find_stub, is_plain
+from .tensors import StoredStorage, StoredTensor, load_object, read_archive, read_values
+from .walk import find_stub, is_plain, iter_leaves
 
-__all__ = ["MAX_PICKLE", "EnumStub", "Reference", "StorageType", "Stub", "StubTable", "TensorSink", "find_stub", "is_plain", "loads"]
+__all__ = [
+    "MAX_PICKLE",
+    "EnumStub",
+    "Reference",
+    "StorageType",
+    "StoredStorage",
+    "StoredTensor",
+    "Stub",
+    "StubTable",
+    "TensorSink",
+    "find_stub",
+    "is_plain",
+    "iter_leaves",
+    "load_object",
+    "loads",
+    "read_archive",
+    "read_values",
+]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from .builders import Reference
 from .stubs import Stub
 
-__all__ = ["find_stub", "is_plain"]
+__all__ = ["find_stub", "is_plain", "iter_leaves"]
+
+T = TypeVar("T")
 
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -30,6 +33,27 @@ def find_stub(tree: Any) -> Stub | Reference | None:
         else:
             todo.extend(x)
     return None
+
+
+def iter_leaves(tree: Any, kind: type[T]) -> Iterator[T]:
+    """All objects of a type in the containers of a tree and in what stand-ins recorded. Every shared part is visited once."""
+    seen: set[int] = set()
+    todo: list[Any] = [tree]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, kind):
+            yield x
+            continue
+        if not isinstance(x, (dict, list, tuple, set, frozenset, deque, Stub)) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, dict):
+            todo.extend(x.keys())
+            todo.extend(x.values())
+        elif isinstance(x, Stub):
+            todo.extend((x.args, x.kwargs, x.state, x.items))
+        else:
+            todo.extend(x)
 
 
 def is_plain(tree: Any, *, max_nodes: int = 100_000, max_depth: int = 64) -> bool:
