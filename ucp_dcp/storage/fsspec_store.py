@@ -407,10 +407,10 @@ def _abandon(stream: Any) -> None:
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):
-        if not stream.closed:
-            with contextlib.suppress(Exception):
-                stream.discard()
-            stream.closed = True
+        # Also when it is closed: a close() that failed has left the parts of its upload behind.
+        with contextlib.suppress(Exception):
+            stream.discard()
+        stream.closed = True
         return
     with contextlib.suppress(Exception):
         stream.close()

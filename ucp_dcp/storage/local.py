@@ -29,7 +29,7 @@ _READ = 1 << 30
 """Bytes per pread call; Linux returns at most 2^31 - 4096."""
 _BUFFER = 1 << 20
 """Bytes of small writes that are gathered before a system call; larger writes go to the kernel without a copy."""
-_CREATE_ATTEMPTS = 5
+_CREATE_ATTEMPTS = 100
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -194,15 +194,15 @@ class LocalStore:
 
     def _create_new(self, path: str) -> tuple[int, str]:
         for attempt in range(_CREATE_ATTEMPTS):
-            full = self._target(path)
             try:
+                full = self._target(path)
                 return os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), full
             except FileNotFoundError as error:
-                # delete() of the last file in this folder, in another process, may have removed the folder just now.
+                # delete() of the last file in this folder, by somebody else, removed the folder just now.
                 if attempt == _CREATE_ATTEMPTS - 1:
                     raise self._translated(error, path) from error
             except OSError as error:
-                raise self._translated(error, path) from error
+                raise error if isinstance(error, StoreError) else self._translated(error, path) from error
         raise AssertionError("not reached")
 
     def put(self, path: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -350,7 +350,7 @@ class LocalStore:
         return os.path.join(folder, os.path.basename(path)) if os.path.isdir(folder) else None
 
     def _target(self, path: str) -> str:
-        """The path of a file to write; missing folders are made, each durable in its parent."""
+        """The path of a file to write; missing folders are made, each durable in its parent. FileNotFoundError: try again."""
         checked_path(path)
         missing = []
         folder = os.path.dirname(os.path.join(self.root, path))
@@ -363,15 +363,12 @@ class LocalStore:
             try:
                 os.mkdir(folder)
             except FileExistsError as error:
-                if not os.path.isdir(folder):
+                if _is_obstacle(folder):
                     raise StoreError(f"{path}: {folder} exists and is not a folder") from error
-            except OSError as error:
-                raise self._translated(error, path) from error
             self._sync_folder(os.path.dirname(folder), path)
         full = self._parent_resolved(path)
         if full is None:
-            # Another process removed the folder again, or it was never one; the caller tries again.
-            return os.path.join(self.root, path)
+            raise FileNotFoundError(errno.ENOENT, "its folder was removed", path)
         return full
 
     def _sync_folder(self, folder: str, path: str) -> None:
@@ -396,6 +393,15 @@ class LocalStore:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return StoreNotFoundError(f"{path} was not found in {self.root}")
         return StoreError(f"{path} in {self.root}: {error.strerror or error}")
+
+
+def _is_obstacle(folder: str) -> bool:
+    """Whether something that is no folder, or a link to nothing, has this name. False when there is nothing any more."""
+    try:
+        mode = os.lstat(folder).st_mode
+    except FileNotFoundError:
+        return False
+    return not (os.path.isdir(folder) if stat.S_ISLNK(mode) else stat.S_ISDIR(mode))
 
 
 class _LocalWriter:
