@@ -24,9 +24,10 @@ from .ragged import coords_start, gather_boxes, ragged_arange
 __all__ = ["Cover", "check_cover", "check_cover_ragged"]
 
 _FLAT_LIMIT = 2**62  # lattice points that fit into one sort key with its sign bit
-_CORNERS = 1 << 23  # corners sorted at a time
+_CORNERS = 1 << 21  # corners sorted at a time
 _DIRECT = 1024  # boxes in a region up to which all pairs are compared
-_BUDGET = 20_000  # regions looked at for one tensor, see Cover.complete
+_FEW = 1 << 14  # corners that are never too many
+_BUDGET = 4096  # regions looked at for one tensor, see Cover.complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def _uncancelled(extents: Int64Array, owner: Int64Array, lo: Int64Array, hi: Int
             return bad
     lattice = np.prod(extents.astype(np.float64) + 1, axis=1)
     boxes_of = np.bincount(owner, minlength=t)
-    big = (lattice > _FLAT_LIMIT / 4) | ((boxes_of + 1.0) * 2.0**n > 4 * _CORNERS)
+    big = (lattice > _FLAT_LIMIT / 4) | ((boxes_of + 1.0) * 2.0**n > np.maximum(16 * boxes_of, 4 * _CORNERS))
     for i in np.flatnonzero(big).tolist():
         rows = owner == i
         bad[i] = not _exact(np.zeros(n, dtype=np.int64), extents[i], lo[rows], hi[rows])
@@ -263,7 +264,7 @@ def _exact(lo: Int64Array, hi: Int64Array, box_lo: Int64Array, box_hi: Int64Arra
     sign = np.append(np.ones(k, dtype=np.int64), -1)
     label = np.zeros(k + 1, dtype=np.int64)
     for d in range(len(dims)):
-        if len(lows) > max(8 * _CORNERS, 4 * k):
+        if len(lows) > max(16 * k, _FEW):
             return _exact_by_parts(lo, hi, box_lo, box_hi)
         values, rank = np.unique(np.concatenate((lows[:, d], highs[:, d])), return_inverse=True)
         m = len(lows)
@@ -291,7 +292,7 @@ def _exact(lo: Int64Array, hi: Int64Array, box_lo: Int64Array, box_hi: Int64Arra
 
 
 def _exact_by_parts(lo: Int64Array, hi: Int64Array, box_lo: Int64Array, box_hi: Int64Array) -> bool:
-    """``_exact`` for boxes cut irregularly in so many dims that their corners do not fit into memory.
+    """``_exact`` for boxes cut irregularly in so many dims that their corners are far more than the boxes.
 
     Boxes inside a region cover it exactly if and only if their volumes add up to its volume and no two share an element; regions of many
     boxes are bisected until all pairs can be compared. Raises UnsupportedError when that does not come to an end within the budget.
@@ -353,10 +354,11 @@ class _Search:
 
     def run(self, lo: Int64Array, hi: Int64Array, rows: Int64Array, box_lo: Int64Array, box_hi: Int64Array) -> None:
         """Search the region ``[lo, hi)``; ``box_lo``, ``box_hi`` are the boxes ``rows`` clipped to it."""
-        stack = [(lo, hi, rows, box_lo, box_hi)]
+        # `solid`: a box that spans the region was taken out, so that it has no hole, but the other boxes may overlap.
+        stack = [(False, (lo, hi, rows, box_lo, box_hi))]
         regions = 0
         while stack:
-            lo, hi, rows, box_lo, box_hi = stack.pop()
+            solid, (lo, hi, rows, box_lo, box_hi) = stack.pop()
             regions += 1
             # More holes than asked for are kept until neighbours have been joined.
             more_holes = len(self.holes) < 4 * self.limit
@@ -365,27 +367,24 @@ class _Search:
                 self.complete = False
                 return
             if len(rows) == 0:
-                if more_holes:
+                if not solid and more_holes:
                     self.holes.append(_region(lo, hi))
-                else:
+                elif not solid:
                     self.complete = False
                 continue
-            inner = (box_lo > lo) | (box_hi < hi)  # (k, n): the box does not span the dim of the region
-            spans = ~inner.any(axis=1)
-            if spans.any():
-                # No hole here. Pairs with a spanning box are overlaps at once; the others may still overlap among themselves.
+            spans = ~_any((box_lo > lo) | (box_hi < hi))
+            if solid or spans.any():
                 if len(rows) == 1:
                     continue
                 if not more_overlaps:
                     self.complete = False
                     continue
+            if spans.any():
+                # All others overlap the box that spans the region; they may overlap among themselves too.
                 full = int(np.flatnonzero(spans)[0])
-                others = np.delete(np.arange(len(rows)), full)
-                self._pairs(rows[full], rows[others])
-                keep = others
-                rows, box_lo, box_hi = rows[keep], box_lo[keep], box_hi[keep]
-                if len(rows) > 1:
-                    stack.append((lo, hi, rows, box_lo, box_hi))
+                keep = np.delete(np.arange(len(rows)), full)
+                self._pairs(int(rows[full]), rows[keep])
+                stack.append((True, (lo, hi, rows[keep], box_lo[keep], box_hi[keep])))
                 continue
             if not more_overlaps:
                 # Only holes are still wanted, and equal boxes make no difference to those.
@@ -394,13 +393,13 @@ class _Search:
                 rows, box_lo, box_hi = rows[unique], box_lo[unique], box_hi[unique]
             if _exact(lo, hi, box_lo, box_hi):
                 continue
-            if not more_holes:
+            if not more_holes and not solid:
                 self.complete = False
-            stack += _bisect(lo, hi, rows, box_lo, box_hi)
+            stack += [(solid, half) for half in _bisect(lo, hi, rows, box_lo, box_hi)]
 
-    def _pairs(self, row: np.int64, others: Int64Array) -> None:
+    def _pairs(self, row: int, others: Int64Array) -> None:
         for other in others.tolist():
-            i, j = sorted((int(row), other))
+            i, j = min(row, other), max(row, other)
             if (i, j) in self.overlaps:
                 continue
             if len(self.overlaps) >= self.limit:

@@ -19,6 +19,8 @@ from .ragged import coords_start, gather_boxes, ragged_arange
 __all__ = ["RaggedPairs", "intersect_one", "intersect_pairs", "intersect_ragged"]
 
 _DIRECT = 4096  # pairs below which comparing all of them beats building trees
+_DIRECT_RAGGED = 256.0  # the same for one of many tensors
+_DIRECT_FACTOR = 4.0  # pairs per box below which comparing all is linear work anyway
 _BLOCK = 1 << 20  # candidate pairs compared at a time
 
 
@@ -84,7 +86,7 @@ def intersect_ragged(
     want_count, have_count = np.diff(want_start), np.diff(have_start)
     both = (want_count > 0) & (have_count > 0)
     product = want_count.astype(np.float64) * have_count
-    direct = product <= np.maximum(4.0 * (want_count + have_count), 256.0)
+    direct = product <= np.maximum(_DIRECT_FACTOR * (want_count + have_count), _DIRECT_RAGGED)
     parts: list[tuple[int, Int64Array, Int64Array, Int64Array, Int64Array]] = []
     for n in np.unique(ndim[both]).tolist():
         for straight in (True, False):
