@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,3 +72,15 @@ def test_every_module_has_its_layer() -> None:
     wanted = {n.split(".")[0] for n in modules() if n} - {"storage"}
     wanted |= {n for n in modules() if n.count(".") == 1 and n.startswith("storage.")}
     assert wanted <= named, f"name these in the layers contract of pyproject.toml: {sorted(wanted - named)}"
+
+
+def test_pure_layers_run_without_torch(isolated_python: Callable[..., str]) -> None:
+    """Indirectly too; and the command line answers `ucp --help` without paying for torch."""
+    code = """
+        import ucp_dcp, ucp_dcp.cli.app
+        import ucp_dcp.geometry, ucp_dcp.patterns, ucp_dcp.spec, ucp_dcp.catalog, ucp_dcp.safe_pickle, ucp_dcp.dtypes
+        import ucp_dcp.storage.store, ucp_dcp.storage.local, ucp_dcp.storage.fsspec_store, ucp_dcp.storage.ranges, ucp_dcp.storage.framing
+        import ucp_dcp.storage.manifest, ucp_dcp.storage.index_file, ucp_dcp.storage.commit
+        print("fine")
+    """
+    assert isolated_python(code, forbid=("torch",)) == "fine\n"
