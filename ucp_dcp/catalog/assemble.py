@@ -49,6 +49,13 @@ def assemble(
     for what, column in named:
         if column is not None and len(column) != t:
             raise FormatError(f"catalog column {what} has {len(column)} entries, expected {t}")
+    for what, texts in (("key", keys), ("fqn", fqns), ("state", states)):
+        for kind in set(map(type, texts)):
+            if not issubclass(kind, str):
+                raise FormatError(f"a tensor has a {what} of type {kind.__name__}, expected a string")
+    for key, path in zip(keys, paths or (), strict=False):
+        if path is not None and not (path and all(isinstance(part, (str, int)) for part in path)):
+            raise FormatError(f"tensor {key!r} has the path {path!r}, expected strings and integers")
     check_files(files, FormatError)
     check_groups(groups, FormatError)
     check_objects(objects, files, FormatError)
@@ -111,7 +118,7 @@ def _state_codes(states: Sequence[str]) -> tuple[list[str], NDArray[np.uint16]]:
 
 
 def _typed(array: NDArray[Any], kind: type[N], what: str) -> NDArray[N]:
-    """A view or copy of the column in its type on disk, never the caller's array: it is made read-only. Raises FormatError if values change."""
+    """A view or copy of the column in its type on disk, never the caller's array. Raises FormatError if values would change."""
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise FormatError(f"catalog column {what} has shape {array.shape} and type {array.dtype}, expected a flat array of integers")
     out = array.astype(kind, copy=False)

@@ -85,7 +85,7 @@ def _check_codes(what: str, codes: NDArray[np.integer], low: int, count: int, er
 
 
 def check_tensor_columns(columns: TensorColumns, error: type[FormatError]) -> None:
-    """Check everything about tensors that does not need their chunks. Raises ``error``, or UnsupportedError for what a later version wrote."""
+    """Check what can be checked without chunks. Raises ``error``, or UnsupportedError for what a later version wrote."""
     t = len(columns.role)
     _need_length("tensor.dtype", len(columns.dtype), t, error)
     _need_length("tensor.kind", len(columns.kind), t, error)
