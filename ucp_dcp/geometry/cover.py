@@ -135,68 +135,76 @@ def _any(flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _inexact(extents: Int64Array, count: Int64Array, boxes: Int64Array) -> NDArray[np.bool_]:
     """(t,) which tensors of one ndim are not covered exactly. ``extents`` (t, n), ``count`` boxes of each in ``boxes``."""
     t, n = extents.shape
-    bad = _any(extents < 0)
-    without = _any(extents == 0)
-    owner = np.repeat(np.arange(t, dtype=np.int64), count)
     if n == 0:
         not_one: NDArray[np.bool_] = count != 1
         return not_one
-    whole = (boxes[:, 0] == 0) & (boxes[:, 1] == extents[owner])  # (k, n): the box spans the dim
-    if t == len(boxes) and bool((count == 1).all()):
-        return bad | _outside(boxes, extents) | (~without & _any(~whole))
-    outside = _outside(boxes, extents[owner])
-    bad[owner[outside]] = True
-    todo = ~bad & ~without
-    live = todo[owner] & (boxes[:, 1] > 0).all(axis=1)
-    # Per tensor, the set of dims that some box does not span; corners are only made in those.
-    cut = np.zeros((t, n), dtype=np.bool_)
+    owner = np.repeat(np.arange(t, dtype=np.int64), count)
+    outside = np.zeros(len(boxes), dtype=np.bool_)
+    live = np.ones(len(boxes), dtype=np.bool_)
+    lows, highs, pieces = [], [], []
+    # Dim by dim on contiguous columns, which is several times faster than on (k, n).
     for d in range(n):
-        cut[owner[live & ~whole[:, d]], d] = True
-    cuts, which = np.unique(cut[todo], axis=0, return_inverse=True)
-    todo_rows = np.flatnonzero(todo)
-    which = which.reshape(-1)
-    for i, mask in enumerate(cuts):
-        tensors = todo_rows[which == i]
-        dims = np.flatnonzero(mask)
-        local = np.full(t, -1, dtype=np.int64)
-        local[tensors] = np.arange(len(tensors))
-        rows = np.flatnonzero(live & (local[owner] >= 0)) if len(cuts) > 1 or not live.all() else np.arange(len(boxes), dtype=np.int64)
-        own = local[owner[rows]]
-        lo = boxes[rows, 0][:, dims]
-        hi = lo + boxes[rows, 1][:, dims]
-        bad[tensors] = _uncancelled(extents[tensors][:, dims], own, lo, hi)
+        lo, size, extent = boxes[:, 0, d], boxes[:, 1, d], np.repeat(extents[:, d], count)
+        outside |= (lo < 0) | (size < 0) | (size > extent) | (lo > extent - np.maximum(size, 0))
+        live &= size > 0
+        lows.append(np.ascontiguousarray(lo))
+        highs.append(lo + size)
+        pieces.append(size != extent)  # inside, a box spans the dim if and only if it has its size
+    bad = _any(extents < 0)
+    bad[owner[outside]] = True
+    todo = ~bad & ~_any(extents == 0)
+    live &= np.repeat(todo, count)
+    # Per tensor, the set of dims that some box does not span, as bits: corners are only made in those.
+    cut = np.zeros(t, dtype=np.uint64)
+    for d in range(n):
+        in_dim = np.zeros(t, dtype=np.bool_)
+        in_dim[owner[live & pieces[d]]] = True
+        cut |= in_dim.astype(np.uint64) << np.uint64(d)
+    cuts = np.unique(cut[todo]).tolist()
+    for bits in cuts:
+        mine = todo & (cut == bits)
+        tensors = np.flatnonzero(mine)
+        dims = [d for d in range(n) if bits >> d & 1]
+        rows = live & np.repeat(mine, count)
+        if rows.all():
+            own, lo_, hi_ = owner, [lows[d] for d in dims], [highs[d] for d in dims]
+        else:
+            own, lo_, hi_ = owner[rows], [lows[d][rows] for d in dims], [highs[d][rows] for d in dims]
+        if len(tensors) < t:
+            own = (np.cumsum(mine) - 1)[own]
+        bad[tensors] = _uncancelled(extents[tensors][:, dims], own, lo_, hi_)
     return bad
 
 
-def _uncancelled(extents: Int64Array, owner: Int64Array, lo: Int64Array, hi: Int64Array) -> NDArray[np.bool_]:
-    """(t,) tensors whose signed corners do not cancel. Boxes ``[lo, hi)`` (k, n) are not empty, inside, and sorted by owner."""
+def _uncancelled(extents: Int64Array, owner: Int64Array, lo: list[Int64Array], hi: list[Int64Array]) -> NDArray[np.bool_]:
+    """(t,) tensors whose signed corners do not cancel.
+
+    Boxes ``[lo, hi)`` (one column (k,) per dim) are not empty, inside, and sorted by owner; ``extents`` (t, n).
+    """
     t, n = extents.shape
     bad = np.zeros(t, dtype=np.bool_)
+    boxes_of = np.bincount(owner, minlength=t)
+    last_row = np.cumsum(boxes_of)
+    first_row = last_row - boxes_of
     # Where every box is a piece of one dim, in order, neighbours simply have to meet: no sorting.
-    if n == 1:
-        meets = np.ones(len(owner) + 1, dtype=np.bool_)
-        same = owner[1:] == owner[:-1]
-        meets[1:-1] = np.where(same, lo[1:, 0] == hi[:-1, 0], (lo[1:, 0] == 0) & (hi[:-1, 0] == extents[owner[:-1], 0]))
-        if len(owner):
-            meets[0] = lo[0, 0] == 0
-            meets[-1] = hi[-1, 0] == extents[owner[-1], 0]
-        if meets.all() and len(np.unique(owner)) == t:
+    if n == 1 and bool((boxes_of > 0).all()):
+        meets = lo[0][1:] == hi[0][:-1]
+        meets[first_row[1:] - 1] = True
+        ends = bool((lo[0][first_row] == 0).all()) and bool((hi[0][last_row - 1] == extents[:, 0]).all())
+        if ends and bool(meets.all()):
             return bad
     lattice = np.prod(extents.astype(np.float64) + 1, axis=1)
-    boxes_of = np.bincount(owner, minlength=t)
     big = (lattice > _FLAT_LIMIT / 4) | ((boxes_of + 1.0) * 2.0**n > np.maximum(16 * boxes_of, 4 * _CORNERS))
     for i in np.flatnonzero(big).tolist():
-        rows = owner == i
-        bad[i] = not _exact(np.zeros(n, dtype=np.int64), extents[i], lo[rows], hi[rows])
+        rows = slice(int(first_row[i]), int(last_row[i]))
+        box_lo, box_hi = (np.stack([column[rows] for column in columns], axis=1) for columns in (lo, hi))
+        bad[i] = not _exact(np.zeros(n, dtype=np.int64), extents[i], box_lo, box_hi)
     small = np.flatnonzero(~big)
-    if len(small) == 0:
-        return bad
     # As many tensors at a time as share one key space and one bounded buffer.
-    first_row = np.cumsum(boxes_of) - boxes_of
     position = 0
     while position < len(small):
         points, corners, end = 0, 0, position
-        if float(lattice[small[position:]].sum()) < _FLAT_LIMIT / 2 and (int(boxes_of.sum()) + t) << n <= _CORNERS:
+        if float(lattice[small[position:]].sum()) < _FLAT_LIMIT / 2 and (int(boxes_of[small[position:]].sum()) + t) << n <= _CORNERS:
             end = len(small)
         else:
             while end < len(small):
@@ -211,35 +219,25 @@ def _uncancelled(extents: Int64Array, owner: Int64Array, lo: Int64Array, hi: Int
     return bad
 
 
-def _cancel(extents: Int64Array, count: Int64Array, first: Int64Array, lo: Int64Array, hi: Int64Array) -> NDArray[np.bool_]:
+def _cancel(extents: Int64Array, count: Int64Array, first: Int64Array, lo: list[Int64Array], hi: list[Int64Array]) -> NDArray[np.bool_]:
     """``_uncancelled`` for tensors that share one key space: key = 2 * (lattice point, numbered through all tensors) + (sign < 0)."""
     t, n = extents.shape
     points = np.prod(extents + 1, axis=1, dtype=np.int64)
     base = np.cumsum(points) - points
-    owner, rows = ragged_arange(first, count)
-    stride = np.ones((t, n), dtype=np.int64)
-    for d in range(n - 2, -1, -1):
-        stride[:, d] = stride[:, d + 1] * (extents[:, d + 1] + 1)
+    _, rows = ragged_arange(first, count)
     k = len(rows)
-    # The full box joins with opposite signs.
-    keys = np.empty((1 << n, k + t), dtype=np.int64)
-    step_lo = np.empty((n, k + t), dtype=np.int64)
-    step_hi = np.empty((n, k + t), dtype=np.int64)
-    for d in range(n):
-        step_lo[d, :k] = lo[rows, d] * stride[owner, d]
-        step_hi[d, :k] = hi[rows, d] * stride[owner, d]
-        step_lo[d, k:] = 0
-        step_hi[d, k:] = extents[:, d] * stride[:, d]
-    start = np.concatenate((base[owner], base))
-    for corner in range(1 << n):
-        key = keys[corner]
-        key[:] = start
-        for d in range(n):
-            key += step_hi[d] if corner >> d & 1 else step_lo[d]
-        negative = corner.bit_count() & 1
-        key *= 2
-        key[:k] += negative
-        key[k:] += 1 - negative
+    # Corners are built by doubling: those of d + 1 dims are those of d dims moved to lo and to hi. The full box joins with opposite signs.
+    keys = np.concatenate((np.repeat(2 * base, count), 2 * base + 1))[None]
+    stride = np.full(t, 2, dtype=np.int64)
+    for d in range(n - 1, -1, -1):
+        step = np.repeat(stride, count)
+        low, high = np.zeros(k + t, dtype=np.int64), np.empty(k + t, dtype=np.int64)
+        np.multiply(lo[d][rows], step, out=low[:k])
+        np.multiply(hi[d][rows], step, out=high[:k])
+        high[k:] = extents[:, d] * stride
+        # At hi the sign turns: the last bit is 0 or 1 and flips.
+        keys = np.concatenate((keys + low, (keys ^ 1) + high))
+        stride = stride * (extents[:, d] + 1)
     flat = keys.reshape(-1)
     flat.sort()
     point = flat >> 1
