@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,36 +14,58 @@ from .codec import check_files, check_groups, check_objects
 from .columns import ChunkColumns, Int64Array, TensorColumns, check_chunk_columns, check_tensor_columns
 from .rows import FileRow, ObjectRow, PathTuple
 
-__all__ = ["assemble"]
+__all__ = ["ColumnArguments", "assemble"]
 
 N = TypeVar("N", bound=np.generic)
 
 
-def assemble(
-    *,
-    keys: Sequence[str],
-    roles: Sequence[int] | NDArray[Any],
-    fqns: Sequence[str],
-    states: Sequence[str],
-    dtypes: Sequence[int] | NDArray[Any],
-    shape_start: Int64Array,
-    shape: Int64Array,
-    chunk_start: Int64Array,
-    coords: Int64Array,
-    files: Sequence[FileRow],
-    chunk_file: NDArray[Any],
-    chunk_offset: Int64Array,
-    chunk_dtype: NDArray[Any] | None,
-    strided: NDArray[Any] | None,
-    strides: Int64Array | None,
-    chunk_group: NDArray[Any] | None,
-    groups: Sequence[dict[str, Any]],
-    objects: Sequence[ObjectRow],
-    paths: Sequence[PathTuple | None] | None,
-    pattern: NDArray[Any] | None,
-    patterns: Sequence[dict[str, Any]],
-) -> tuple[TensorColumns, dict[str, Any]]:
+class ColumnArguments(TypedDict):
+    """Arguments of ``Catalog.from_columns``; names, types and lengths are those of ``docs/format.md``, for T tensors and C chunks.
+
+    Attributes:
+        keys, roles, fqns, states: (T,); ``states`` are names, "" for none.
+        dtypes: (T,) dtype codes.
+        shape_start, shape: (T + 1,), (sum of ndim,).
+        chunk_start: (T + 1,).
+        coords: per chunk ndim offsets, then ndim sizes, end to end.
+        files: what ``chunk_file`` counts.
+        chunk_file, chunk_offset: (C,).
+        chunk_dtype: (C,) codes; absent or None: the tensor's.
+        strided, strides: (T,) flags and element strides of the flagged tensors' chunks end to end; absent: C order.
+        chunk_group: (C,) index into ``groups``, -1 for none.
+        paths: (T,) nesting path, None for ``(key,)``.
+        pattern: (T,) index into ``patterns``, -1 for none.
+    """
+
+    keys: Sequence[str]
+    roles: Sequence[int] | NDArray[Any]
+    fqns: Sequence[str]
+    states: Sequence[str]
+    dtypes: Sequence[int] | NDArray[Any]
+    shape_start: Int64Array
+    shape: Int64Array
+    chunk_start: Int64Array
+    coords: Int64Array
+    files: Sequence[FileRow]
+    chunk_file: NDArray[Any]
+    chunk_offset: Int64Array
+    chunk_dtype: NotRequired[NDArray[Any] | None]
+    strided: NotRequired[Sequence[int] | NDArray[Any] | None]
+    strides: NotRequired[Int64Array | None]
+    chunk_group: NotRequired[NDArray[Any] | None]
+    groups: NotRequired[Sequence[dict[str, Any]]]
+    objects: NotRequired[Sequence[ObjectRow]]
+    paths: NotRequired[Sequence[PathTuple | None] | None]
+    pattern: NotRequired[Sequence[int] | NDArray[Any] | None]
+    patterns: NotRequired[Sequence[dict[str, Any]]]
+
+
+def assemble(**columns: Unpack[ColumnArguments]) -> tuple[TensorColumns, dict[str, Any]]:
     """Arguments of ``Catalog.from_columns`` -> tensor columns and the decoded sections. Raises FormatError."""
+    keys, fqns, states, paths = columns["keys"], columns["fqns"], columns["states"], columns.get("paths")
+    files, objects, groups = columns["files"], columns.get("objects", ()), columns.get("groups", ())
+    pattern, strided = columns.get("pattern"), columns.get("strided")
+    chunk_dtype, strides, chunk_group = columns.get("chunk_dtype"), columns.get("strides"), columns.get("chunk_group")
     t = len(keys)
     named: tuple[tuple[str, Sequence[Any] | None], ...] = (("fqns", fqns), ("states", states), ("paths", paths))
     for what, column in named:
@@ -61,19 +83,19 @@ def assemble(
     check_objects(objects, files, FormatError)
     names, codes = _state_codes(states)
     tensors = TensorColumns(
-        role=_typed(np.asarray(roles), np.uint8, "roles"),
-        dtype=_typed(np.asarray(dtypes), np.uint8, "dtypes"),
+        role=_typed(np.asarray(columns["roles"]), np.uint8, "roles"),
+        dtype=_typed(np.asarray(columns["dtypes"]), np.uint8, "dtypes"),
         kind=np.zeros(t, dtype=np.uint8),
         pattern=np.full(t, -1, dtype=np.int32) if pattern is None else _typed(np.asarray(pattern), np.int32, "pattern"),
-        shape_start=_typed(np.asarray(shape_start), np.int64, "shape_start"),
-        shape=_typed(np.asarray(shape), np.int64, "shape"),
-        chunk_start=_typed(np.asarray(chunk_start), np.int64, "chunk_start"),
+        shape_start=_typed(np.asarray(columns["shape_start"]), np.int64, "shape_start"),
+        shape=_typed(np.asarray(columns["shape"]), np.int64, "shape"),
+        chunk_start=_typed(np.asarray(columns["chunk_start"]), np.int64, "chunk_start"),
         strided=None if strided is None else _typed(np.asarray(strided), np.uint8, "strided"),
     )
     chunks = ChunkColumns(
-        coords=_typed(np.asarray(coords).reshape(-1), np.int64, "coords"),
-        file=_typed(np.asarray(chunk_file), np.int32, "chunk_file"),
-        offset=_typed(np.asarray(chunk_offset), np.int64, "chunk_offset"),
+        coords=_typed(np.asarray(columns["coords"]).reshape(-1), np.int64, "coords"),
+        file=_typed(np.asarray(columns["chunk_file"]), np.int32, "chunk_file"),
+        offset=_typed(np.asarray(columns["chunk_offset"]), np.int64, "chunk_offset"),
         dtype=None if chunk_dtype is None else _typed(np.asarray(chunk_dtype), np.uint8, "chunk_dtype"),
         strides=None if strides is None else _typed(np.asarray(strides).reshape(-1), np.int64, "strides"),
         group=None if chunk_group is None else _typed(np.asarray(chunk_group), np.int32, "chunk_group"),
@@ -102,7 +124,7 @@ def assemble(
         "paths": paths,
         "files": tuple(files),
         "groups": tuple(groups),
-        "patterns": tuple(patterns),
+        "patterns": tuple(columns.get("patterns", ())),
         "objects": tuple(_with_path(row) for row in objects),
         "chunks": chunks,
     }

@@ -5,38 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import NAMES
-from ..errors import CorruptCheckpointError, FormatError, PlanError
+from ..errors import CorruptCheckpointError, FormatError
 from ..geometry.ragged import coords_start
-from ..names import Role, canonical_name
-from .codec import (
-    check_files,
-    check_groups,
-    check_objects,
-    decode_array,
-    decode_msgpack,
-    decode_objects,
-    encode_array,
-    encode_msgpack,
-    encode_objects,
-)
+from ..names import Role
+from .assemble import ColumnArguments, assemble
+from .codec import check_files, check_groups, check_objects, decode_array, decode_msgpack, decode_objects
 from .columns import ChunkColumns, Int64Array, TensorColumns, check_chunk_columns, check_chunks, check_tensor_columns
+from .lookup import canonical_index, find_object, named_index, only
 from .rows import FileRow, ObjectRow, PathTuple, TensorRow
+from .sections import I32, I64, U8, U16, encode_sections
 
 __all__ = ["Catalog", "Load"]
 
 Load = Callable[[str], memoryview | None]
 """Returns the bytes of an index section by name; None when the index has no such section."""
-
-_I64 = np.dtype("<i8")
-_I32 = np.dtype("<i4")
-_U16 = np.dtype("<u2")
-_U8 = np.dtype("u1")
 
 _SINGLE_CHECKS = 16
 """So many tensors are checked one by one; with the next one all others are checked at once, which is far cheaper per tensor."""
@@ -111,7 +99,7 @@ class Catalog:
             names, codes = self._given["states"]
         else:
             names, packed = decode_msgpack("tensor.state", self._section("tensor.state"), tuple[list[str], bytes])
-            codes = decode_array("tensor.state", memoryview(packed), _U16)
+            codes = decode_array("tensor.state", memoryview(packed), U16)
         self._need(len(codes) == self.n_tensors, f"tensor.state has {len(codes)} codes, expected {self.n_tensors}")
         if len(codes):
             self._need(int(codes.max()) < len(names), f"tensor.state holds code {int(codes.max())}, expected 0 to {len(names) - 1}")
@@ -126,6 +114,12 @@ class Catalog:
     def state_codes(self) -> NDArray[np.uint16]:
         """(T,) index into ``state_names`` of each tensor."""
         return self._states[1]
+
+    @property
+    def states(self) -> list[str]:
+        """Optimizer state name of each tensor, "" for none."""
+        names, codes = self._states
+        return [names[code] for code in codes.tolist()]
 
     @cached_property
     def paths(self) -> Sequence[PathTuple | None] | None:
@@ -201,59 +195,36 @@ class Catalog:
 
     def find_named(self, role: Role, fqn: str, state: str = "") -> int | None:
         """Index of the tensor with this role, fqn and state. Raises PlanError when there are several: only the key tells them apart."""
-        return self._only(self.find_all_named(role, fqn, state), f"role {Role(role).name.lower()}, fqn {fqn!r}, state {state!r}")
+        return only(self.find_all_named(role, fqn, state), f"role {Role(role).name.lower()}, fqn {fqn!r}, state {state!r}", self.keys)
 
     def find_all_named(self, role: Role, fqn: str, state: str = "") -> tuple[int, ...]:
-        """Indices of all tensors with this role, fqn and state."""
+        """Indices of all tensors with this role, fqn and state; plain tensors have no name but their key."""
         return self._named.get((int(role), fqn, state), ())
 
     def find_canonical(self, name: str) -> int | None:
         """Index of the tensor with this canonical name. Raises PlanError when there are several."""
-        return self._only(self._canonical.get(name, ()), f"the canonical name {name!r}")
+        return only(self._canonical.get(name, ()), f"the canonical name {name!r}", self.keys)
 
     def find_object(self, key: str) -> ObjectRow | None:
         """The object with this key, else the one with this fqn. Raises PlanError when several have the fqn."""
-        by_key, by_fqn = self._object_rows
-        if key in by_key:
-            return by_key[key]
-        rows = by_fqn.get(key, ())
-        if len(rows) > 1:
-            raise PlanError(f"{len(rows)} objects have the fqn {key!r}, keys {', '.join(repr(row.key) for row in rows[:4])}; ask by key")
-        return rows[0] if rows else None
-
-    def _only(self, found: tuple[int, ...], what: str) -> int | None:
-        if len(found) > 1:
-            keys = ", ".join(repr(self.keys[t]) for t in found[:4])
-            raise PlanError(f"{len(found)} tensors have {what}: keys {keys}; ask by key")
-        return found[0] if found else None
+        by_key, by_fqn = self._object_index
+        return find_object(self.objects, by_key, by_fqn, key)
 
     @cached_property
     def _named(self) -> dict[tuple[int, str, str], tuple[int, ...]]:
-        names, codes = self._states
-        found: dict[tuple[int, str, str], tuple[int, ...]] = {}
-        for t, (role, fqn, code) in enumerate(zip(self.tensor_role.tolist(), self.fqns, codes.tolist(), strict=True)):
-            if role != Role.PLAIN:
-                name = (role, fqn, names[code])
-                found[name] = (*found.get(name, ()), t)
-        return found
+        return named_index(self.tensor_role.tolist(), self.fqns, self.states)
 
     @cached_property
     def _canonical(self) -> dict[str, tuple[int, ...]]:
-        names, codes = self._states
-        found: dict[str, tuple[int, ...]] = {}
-        columns = zip(self.keys, self.tensor_role.tolist(), self.fqns, codes.tolist(), strict=True)
-        for t, (key, role, fqn, code) in enumerate(columns):
-            name = canonical_name(Role(role), fqn, names[code], key)
-            found[name] = (*found.get(name, ()), t)
-        return found
+        return canonical_index(self.keys, self.tensor_role.tolist(), self.fqns, self.states)
 
     @cached_property
-    def _object_rows(self) -> tuple[dict[str, ObjectRow], dict[str, list[ObjectRow]]]:
-        by_fqn: dict[str, list[ObjectRow]] = {}
-        for row in self.objects:
+    def _object_index(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        by_fqn: dict[str, tuple[int, ...]] = {}
+        for i, row in enumerate(self.objects):
             if row.fqn:
-                by_fqn.setdefault(row.fqn, []).append(row)
-        return {row.key: row for row in self.objects}, by_fqn
+                by_fqn[row.fqn] = (*by_fqn.get(row.fqn, ()), i)
+        return {row.key: i for i, row in enumerate(self.objects)}, by_fqn
 
     # -- tensors
 
@@ -391,12 +362,12 @@ class Catalog:
         else:
             dtype, strides, group = (self._load(f"chunk.{name}") for name in ("dtype", "strides", "group"))
             columns = ChunkColumns(
-                coords=decode_array("chunk.coords", self._section("chunk.coords"), _I64),
-                file=decode_array("chunk.file", self._section("chunk.file"), _I32),
-                offset=decode_array("chunk.offset", self._section("chunk.offset"), _I64),
-                dtype=None if dtype is None else decode_array("chunk.dtype", dtype, _U8),
-                strides=None if strides is None else decode_array("chunk.strides", strides, _I64),
-                group=None if group is None else decode_array("chunk.group", group, _I32),
+                coords=decode_array("chunk.coords", self._section("chunk.coords"), I64),
+                file=decode_array("chunk.file", self._section("chunk.file"), I32),
+                offset=decode_array("chunk.offset", self._section("chunk.offset"), I64),
+                dtype=None if dtype is None else decode_array("chunk.dtype", dtype, U8),
+                strides=None if strides is None else decode_array("chunk.strides", strides, I64),
+                group=None if group is None else decode_array("chunk.group", group, I32),
             )
         check_chunk_columns(self._tensors, columns, len(self.files), len(self.groups), self._error)
         return columns
@@ -427,50 +398,12 @@ class Catalog:
 
     # -- to and from other forms
 
-    def to_sections(self) -> dict[str, Any]:
+    def to_sections(self) -> dict[str, bytes | memoryview]:
         """All sections of ``docs/format.md`` as bytes-like objects, in the order in which they are best stored.
 
         Raises FormatError when an inline object value, or text, cannot be written.
         """
-        sections = self._sections_without_objects()
-        if self.objects:
-            sections["objects"] = encode_objects(self.objects)
-        return sections
-
-    def _sections_without_objects(self) -> dict[str, Any]:
-        names, codes = self._states
-        c = self._all_checked()
-        out: dict[str, Any] = {
-            "tensor.key": encode_msgpack("tensor.key", self.keys),
-            "tensor.fqn": encode_msgpack("tensor.fqn", self.fqns),
-            "tensor.state": encode_msgpack("tensor.state", [names, bytes(encode_array(codes, _U16))]),
-            "tensor.role": encode_array(self.tensor_role, _U8),
-            "tensor.dtype": encode_array(self.tensor_dtype, _U8),
-            "tensor.kind": encode_array(self.tensor_kind, _U8),
-            "tensor.pattern": encode_array(self.tensor_pattern, _I32),
-            "tensor.shape_start": encode_array(self.shape_start, _I64),
-            "tensor.shape": encode_array(self.shape, _I64),
-            "tensor.chunk_start": encode_array(self.chunk_start, _I64),
-        }
-        if self.tensor_strided is not None:
-            out["tensor.strided"] = encode_array(self.tensor_strided, _U8)
-        if self.paths is not None:
-            out["tensor.path"] = encode_msgpack("tensor.path", self.paths)
-        out["files"] = encode_msgpack("files", [[row.path, row.size] for row in self.files])
-        if self.patterns:
-            out["patterns"] = encode_msgpack("patterns", self.patterns)
-        if self.groups:
-            out["groups"] = encode_msgpack("groups", self.groups)
-        out["chunk.file"] = encode_array(c.file, _I32)
-        out["chunk.offset"] = encode_array(c.offset, _I64)
-        out["chunk.coords"] = encode_array(c.coords, _I64)
-        if c.dtype is not None:
-            out["chunk.dtype"] = encode_array(c.dtype, _U8)
-        if c.strides is not None:
-            out["chunk.strides"] = encode_array(c.strides, _I64)
-        if c.group is not None:
-            out["chunk.group"] = encode_array(c.group, _I32)
-        return out
+        return encode_sections(self)
 
     @classmethod
     def from_sections(cls, load: Load) -> Catalog:
@@ -488,14 +421,14 @@ class Catalog:
 
         strided = load("tensor.strided")
         tensors = TensorColumns(
-            role=array("tensor.role", _U8),
-            dtype=array("tensor.dtype", _U8),
-            kind=array("tensor.kind", _U8),
-            pattern=array("tensor.pattern", _I32),
-            shape_start=array("tensor.shape_start", _I64),
-            shape=array("tensor.shape", _I64),
-            chunk_start=array("tensor.chunk_start", _I64),
-            strided=None if strided is None else decode_array("tensor.strided", strided, _U8),
+            role=array("tensor.role", U8),
+            dtype=array("tensor.dtype", U8),
+            kind=array("tensor.kind", U8),
+            pattern=array("tensor.pattern", I32),
+            shape_start=array("tensor.shape_start", I64),
+            shape=array("tensor.shape", I64),
+            chunk_start=array("tensor.chunk_start", I64),
+            strided=None if strided is None else decode_array("tensor.strided", strided, U8),
         )
         check_tensor_columns(tensors, CorruptCheckpointError)
         catalog = cls(tensors, load, {}, CorruptCheckpointError)
@@ -503,61 +436,12 @@ class Catalog:
         return catalog
 
     @classmethod
-    def from_columns(
-        cls,
-        *,
-        keys: Sequence[str],
-        roles: Sequence[int] | NDArray[Any],
-        fqns: Sequence[str],
-        states: Sequence[str],
-        dtypes: Sequence[int] | NDArray[Any],
-        shape_start: Int64Array,
-        shape: Int64Array,
-        chunk_start: Int64Array,
-        coords: Int64Array,
-        files: Sequence[FileRow],
-        chunk_file: NDArray[Any],
-        chunk_offset: Int64Array,
-        chunk_dtype: NDArray[Any] | None = None,
-        strided: NDArray[Any] | None = None,
-        strides: Int64Array | None = None,
-        chunk_group: NDArray[Any] | None = None,
-        groups: Sequence[dict[str, Any]] = (),
-        objects: Sequence[ObjectRow] = (),
-        paths: Sequence[PathTuple | None] | None = None,
-        pattern: NDArray[Any] | None = None,
-        patterns: Sequence[dict[str, Any]] = (),
-    ) -> Catalog:
-        """A catalog from ready columns (``docs/format.md`` has names, types and lengths); tensors in any order, they are sorted by key.
+    def from_columns(cls, **columns: Unpack[ColumnArguments]) -> Catalog:
+        """A catalog from ready columns, see ``ColumnArguments``; tensors in any order, they are sorted by key. All is checked at once.
 
-        ``states`` is the state name of each tensor, ``dtypes`` and ``chunk_dtype`` are codes. Everything is checked at once.
         Raises FormatError: duplicate keys, lengths, boxes outside their shape, bytes outside their file, unsafe paths.
         """
-        from .assemble import assemble
-
-        tensors, given = assemble(
-            keys=keys,
-            roles=roles,
-            fqns=fqns,
-            states=states,
-            dtypes=dtypes,
-            shape_start=shape_start,
-            shape=shape,
-            chunk_start=chunk_start,
-            coords=coords,
-            files=files,
-            chunk_file=chunk_file,
-            chunk_offset=chunk_offset,
-            chunk_dtype=chunk_dtype,
-            strided=strided,
-            strides=strides,
-            chunk_group=chunk_group,
-            groups=groups,
-            objects=objects,
-            paths=paths,
-            pattern=pattern,
-            patterns=patterns,
-        )
+        tensors, given = assemble(**columns)
         catalog = cls(tensors, _no_section, given, FormatError)
         catalog.validate()
         for row in catalog.objects:
@@ -566,7 +450,7 @@ class Catalog:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Objects travel as rows: a parser's inline values may be of types that only pickle knows.
-        sections = {name: bytes(data) for name, data in self._sections_without_objects().items()}
+        sections = {name: bytes(data) for name, data in encode_sections(self, objects=False).items()}
         return _restore, (sections, self.objects)
 
 
