@@ -11,22 +11,25 @@ Everything else is an :class:`~ucp_dcp.errors.UnsafePickleError` that names ``mo
 
 from __future__ import annotations
 
+from .archive import Steps, drive_many
 from .builders import Reference, StorageType, TensorSink
 from .machine import MAX_PICKLE, loads
 from .stubs import EnumStub, Stub, StubTable
-from .tensors import StoredStorage, StoredTensor, load_object, read_archive, read_values
+from .tensors import StoredStorage, StoredTensor, load_object, read_archive, read_values, tree_steps
 from .walk import find_stub, is_plain, iter_leaves
 
 __all__ = [
     "MAX_PICKLE",
     "EnumStub",
     "Reference",
+    "Steps",
     "StorageType",
     "StoredStorage",
     "StoredTensor",
     "Stub",
     "StubTable",
     "TensorSink",
+    "drive_many",
     "find_stub",
     "is_plain",
     "iter_leaves",
@@ -34,4 +37,5 @@ __all__ = [
     "loads",
     "read_archive",
     "read_values",
+    "tree_steps",
 ]

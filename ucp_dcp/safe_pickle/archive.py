@@ -3,22 +3,28 @@
 Format: PKWARE APPNOTE 6.3 (end record, zip64, central directory, local headers) as far as torch's writer uses it: records are stored, not
 compressed; ``<name>/data.pkl`` is the object, ``<name>/data/<key>`` are storages, ``<name>/byteorder`` is ``little`` or ``big``.
 
-Bytes come from a callback, so the same parser serves files in a store, items inside a file, and bytes in memory. Everything that a file
-claims is checked before it is used: sizes against the archive, records against each other (no two may share a byte), names for duplicates.
+The parser does no I/O: it is a generator that yields the ranges it needs and is sent their bytes, so it serves files in a store, items
+inside a file, many of them in step (``drive_many``), and bytes in memory. Everything that a file claims is checked before it is used:
+sizes against the archive, records against each other (no two may share a byte), names for duplicates.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from ..errors import CorruptCheckpointError, FormatError, UnsupportedError
 
-__all__ = ["Archive", "ReadMany", "Record", "local_payload", "open_archive"]
+__all__ = ["Archive", "ReadMany", "Record", "Steps", "archive_steps", "drive", "drive_many", "local_payload"]
 
-ReadMany = Callable[[Sequence[tuple[int, int]]], Sequence[bytes]]
-"""Reads (start, length) ranges of the archive; every result has exactly the length asked for."""
+T = TypeVar("T")
+Ranges: TypeAlias = list[tuple[int, int]]
+Steps: TypeAlias = Generator[Ranges, Sequence[bytes], T]
+"""Yields (start, length) ranges of an archive, is sent their bytes, returns the result."""
+ReadMany = Callable[[Ranges], Sequence[bytes]]
+"""Reads (start, length) ranges of an archive; every result has exactly the length asked for."""
 
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
@@ -55,20 +61,41 @@ class Archive:
         return f"{self.prefix}/data/{key}"
 
 
-def open_archive(read: ReadMany, length: int, what: str) -> Archive:
+def drive(steps: Steps[T], read: ReadMany) -> T:
+    """Run steps over one archive."""
+    return drive_many([steps], lambda ranges: read([(start, length) for _, start, length in ranges]))[0]
+
+
+def drive_many(steps: Sequence[Steps[T]], read: Callable[[list[tuple[int, int, int]]], Sequence[bytes]]) -> list[T]:
+    """Run steps over several archives side by side; ``read`` gets the (archive number, start, length) of one step of all at once."""
+    results: dict[int, T] = {}
+    sent: dict[int, Sequence[bytes] | None] = {i: None for i in range(len(steps))}
+    while sent:
+        asked: dict[int, Ranges] = {}
+        for i, answer in sent.items():
+            try:
+                asked[i] = steps[i].send(answer) if answer is not None else next(steps[i])
+            except StopIteration as stop:
+                results[i] = stop.value
+        parts = iter(read([(i, start, length) for i, ranges in asked.items() for start, length in ranges])) if asked else iter(())
+        sent = {i: [next(parts) for _ in ranges] for i, ranges in asked.items()}
+    return [results[i] for i in range(len(steps))]
+
+
+def archive_steps(length: int, what: str) -> Steps[Archive]:
     """Parse an archive of ``length`` bytes: end record, central directory, ``data.pkl``. No storage is read.
 
     Raises UnsupportedError (torch's old format, compression, big endian, TorchScript), CorruptCheckpointError (truncated, inconsistent),
     FormatError (something else than a torch archive).
     """
-    end_at, directory_at, directory_size, count = _find_directory(read, length, what)
+    end_at, directory_at, directory_size, count = yield from _find_directory(length, what)
     if directory_at + directory_size > end_at:
         raise CorruptCheckpointError(
             f"{what}: the directory claims {directory_size} bytes at {directory_at}, but the end record starts at {end_at}"
         )
     if directory_size > _MAX_DIRECTORY or count * _CENTRAL.size > directory_size:
         raise CorruptCheckpointError(f"{what}: a directory of {count} records in {directory_size} bytes is impossible")
-    records = _parse_directory(read([(directory_at, directory_size)])[0], count, directory_at, what)
+    records = _parse_directory((yield [(directory_at, directory_size)])[0], count, directory_at, what)
     roots = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
         some = ", ".join(sorted(records)[:4])
@@ -76,24 +103,24 @@ def open_archive(read: ReadMany, length: int, what: str) -> Archive:
     prefix = roots[0].removesuffix("/data.pkl")
     if f"{prefix}/constants.pkl" in records:
         raise UnsupportedError(f"{what}: a TorchScript archive; save the state_dict with torch.save instead")
-    return Archive(records, prefix, _small_records(read, records, prefix, what))
+    return Archive(records, prefix, (yield from _small_records(records, prefix, what)))
 
 
-def _find_directory(read: ReadMany, length: int, what: str) -> tuple[int, int, int, int]:
+def _find_directory(length: int, what: str) -> Steps[tuple[int, int, int, int]]:
     """(first byte after the directory, its start, its size, number of records)."""
     # The end record, and before it the two zip64 records where there are any; never tensor bytes, because the directory comes before.
     tail_size = min(length, _END.size + _LOCATOR.size + _END64.size)
     if length < _END.size:
-        raise _not_an_archive(read, length, what)
-    tail = read([(length - tail_size, tail_size)])[0]
+        raise (yield from _not_an_archive(length, what))
+    tail = (yield [(length - tail_size, tail_size)])[0]
     at = tail_size - _END.size
     if not tail.startswith(b"PK\x05\x06", at):
         # A comment after the end record is legal; torch never writes one.
         tail_size = min(length, _END.size + 0xFFFF)
-        tail = read([(length - tail_size, tail_size)])[0]
+        tail = (yield [(length - tail_size, tail_size)])[0]
         at = tail.rfind(b"PK\x05\x06", 0, tail_size - _END.size + 4)
         if at < 0 or at + _END.size > tail_size:
-            raise _not_an_archive(read, length, what)
+            raise (yield from _not_an_archive(length, what))
     base = length - tail_size
     _, disk, disk2, count, total, size, start, comment = _END.unpack_from(tail, at)
     if at + _END.size + comment != tail_size:
@@ -103,7 +130,7 @@ def _find_directory(read: ReadMany, length: int, what: str) -> tuple[int, int, i
         _, _, end64, disks = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
         if disks > 1 or end64 + _END64.size > end - _LOCATOR.size:
             raise CorruptCheckpointError(f"{what}: the zip64 locator points to byte {end64} of {length}")
-        raw = read([(end64, _END64.size)])[0]
+        raw = (yield [(end64, _END64.size)])[0]
         magic, _, _, _, disk, disk2, count, total, size, start = _END64.unpack(raw)
         if magic != b"PK\x06\x06":
             raise CorruptCheckpointError(f"{what}: no zip64 end record at byte {end64}")
@@ -113,8 +140,8 @@ def _find_directory(read: ReadMany, length: int, what: str) -> tuple[int, int, i
     return end, start, size, count
 
 
-def _not_an_archive(read: ReadMany, length: int, what: str) -> FormatError | UnsupportedError:
-    head = read([(0, min(length, 32))])[0] if length else b""
+def _not_an_archive(length: int, what: str) -> Steps[FormatError | UnsupportedError]:
+    head = (yield [(0, min(length, 32))])[0] if length else b""
     if head.startswith(_LEGACY):
         return UnsupportedError(
             f"{what}: written by torch.save in its old format (before torch 1.6, or _use_new_zipfile_serialization=False), whose tensors "
@@ -186,14 +213,14 @@ def _zip64(extra: bytes, size: int, stored: int, header: int, what: str) -> tupl
     raise CorruptCheckpointError(f"{what}: a 64-bit size or offset is announced but missing")
 
 
-def _small_records(read: ReadMany, records: dict[str, Record], prefix: str, what: str) -> bytes:
+def _small_records(records: dict[str, Record], prefix: str, what: str) -> Steps[bytes]:
     """The bytes of ``data.pkl``, after checking the byte order."""
     wanted = [records[f"{prefix}/data.pkl"]]
     order = records.get(f"{prefix}/byteorder")
     if order is not None:
         wanted.append(order)
     # From each header to where the next record begins: header, name, padding and content in one read, and nothing of the next record.
-    spans = read([(r.header, min(r.limit - r.header, LOCAL.size + 2 * 0xFFFF + r.size)) for r in wanted])
+    spans = yield [(r.header, min(r.limit - r.header, LOCAL.size + 2 * 0xFFFF + r.size)) for r in wanted]
     content = []
     for record, span in zip(wanted, spans, strict=True):
         start = local_payload(record, span, what) - record.header

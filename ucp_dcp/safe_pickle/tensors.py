@@ -8,12 +8,12 @@ from typing import Any
 
 from ..dtypes import itemsize, torch_dtype
 from ..errors import CorruptCheckpointError, UnsafePickleError
-from .archive import LOCAL, Archive, ReadMany, local_payload, open_archive
+from .archive import LOCAL, Archive, ReadMany, Steps, archive_steps, drive, local_payload
 from .machine import loads
 from .stubs import StubTable
 from .walk import find_stub, iter_leaves
 
-__all__ = ["StoredStorage", "StoredTensor", "load_object", "read_archive", "read_values", "tensor_from_pickle"]
+__all__ = ["StoredStorage", "StoredTensor", "load_object", "read_archive", "read_values", "tree_steps"]
 
 _MAX_BROADCAST = 1 << 24
 """Bytes of a tensor that repeats its storage (stride 0, overlapping views): a file of a few bytes must not become a huge tensor."""
@@ -61,9 +61,9 @@ class StoredTensor:
 
 
 class _References:
-    """A sink that makes StoredTensors, checked against the storages they lie in. ``archive`` None: the storages' sizes are not known."""
+    """A sink that makes StoredTensors, checked against the storages they lie in."""
 
-    def __init__(self, archive: Archive | None, what: str) -> None:
+    def __init__(self, archive: Archive, what: str) -> None:
         self.archive = archive
         self.what = what
         self.storages: dict[tuple[str, str | None], StoredStorage] = {}
@@ -75,12 +75,11 @@ class _References:
             if known.nbytes != nbytes:
                 raise CorruptCheckpointError(f"{self.what}: storage {key!r} has {known.nbytes} bytes in one place and {nbytes} in another")
             return known
-        if self.archive is not None:
-            record = self.archive.records.get(self.archive.storage_record(key))
-            if record is None:
-                raise CorruptCheckpointError(f"{self.what}: storage {key!r} is missing from the archive")
-            if nbytes > record.size:
-                raise CorruptCheckpointError(f"{self.what}: storage {key!r} should hold {nbytes} bytes, its record has {record.size}")
+        record = self.archive.records.get(self.archive.storage_record(key))
+        if record is None:
+            raise CorruptCheckpointError(f"{self.what}: storage {key!r} is missing from the archive")
+        if nbytes > record.size:
+            raise CorruptCheckpointError(f"{self.what}: storage {key!r} should hold {nbytes} bytes, its record has {record.size}")
         self.storages[key, dtype] = made = StoredStorage(key, dtype, nbytes)
         return made
 
@@ -120,11 +119,11 @@ class _Values(_References):
         return torch.as_strided(whole, size, stride, offset)
 
 
-def _locate(read: ReadMany, archive: Archive, storages: Iterable[StoredStorage], base: int, what: str) -> None:
+def _locate(archive: Archive, storages: Iterable[StoredStorage], base: int, what: str) -> Steps[None]:
     """Give storages their place in the file: one batch of local headers."""
     wanted = list(storages)
     records = [archive.records[archive.storage_record(s.key)] for s in wanted]
-    headers = read([(r.header, LOCAL.size + len(r.name.encode())) for r in records]) if records else []
+    headers = (yield [(r.header, LOCAL.size + len(r.name.encode())) for r in records]) if records else []
     for storage, record, header in zip(wanted, records, headers, strict=True):
         storage.start = base + local_payload(record, header, what)
 
@@ -142,10 +141,15 @@ def read_archive(
 
     ``read`` gives bytes of the archive, which has ``length`` bytes and starts at byte ``base`` of its file. For the others see ``loads``.
     """
-    archive = open_archive(read, length, what)
+    return drive(tree_steps(length, what=what, base=base, stubs=stubs, inert_unknown=inert_unknown), read)
+
+
+def tree_steps(length: int, *, what: str, base: int = 0, stubs: StubTable | None = None, inert_unknown: bool = False) -> Steps[Any]:
+    """The steps of :func:`read_archive`."""
+    archive = yield from archive_steps(length, what)
     sink = _References(archive, what)
     tree = loads(archive.pickle, what=what, stubs=stubs, sink=sink, inert_unknown=inert_unknown)
-    _locate(read, archive, sink.storages.values(), base, what)
+    yield from _locate(archive, sink.storages.values(), base, what)
     return tree
 
 
@@ -160,13 +164,13 @@ def read_values(
     """The object of an archive with real CPU tensors.
 
     ``select`` is a path of keys and indices into the object: only the part there is returned and only its storages are read; classes
-    that are not allowed then matter in that part only. Raises as ``loads`` and ``open_archive`` do, and CorruptCheckpointError when
+    that are not allowed then matter in that part only. Raises as ``loads`` and ``archive_steps`` does, and CorruptCheckpointError when
     there is no such part.
     """
     import torch
 
     allow = tuple(allow_classes)
-    archive = open_archive(read, length, what)
+    archive = drive(archive_steps(length, what), read)
     sink = _References(archive, what)
     tree = loads(archive.pickle, what=what, stubs=None, allow_classes=(), sink=sink, inert_unknown=True) if select else None
     if select:
@@ -177,7 +181,7 @@ def read_values(
         loads(archive.pickle, what=what, stubs=_inert(allow), sink=sink)
         wanted = {s.key for s in sink.storages.values()}
     storages = {s.key: s for s in sink.storages.values() if s.key in wanted}
-    _locate(read, archive, storages.values(), 0, what)
+    drive(_locate(archive, storages.values(), 0, what), read)
     sizes = {key: archive.records[archive.storage_record(key)].size for key in storages}
     parts = read([(storages[key].start, sizes[key]) for key in storages])
     buffers = {key: torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
@@ -220,9 +224,3 @@ def load_object(data: bytes | memoryview, *, allow_classes: Iterable[type] = (),
         return [bytes(view[start : start + length]) for start, length in ranges]
 
     return read_values(read, len(view), what=where, allow_classes=allow_classes)
-
-
-def tensor_from_pickle(data: bytes, what: str) -> StoredTensor | None:
-    """The one tensor that a ``data.pkl`` holds, None when it holds something else. Its storage has no place yet."""
-    value = loads(data, what=what, sink=_References(None, what))
-    return value if isinstance(value, StoredTensor) else None

@@ -1,0 +1,101 @@
+"""What lies at a URL, by its content."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from ..errors import CheckpointNotFoundError, FormatError, StoreError, StoreNotFoundError, UnsupportedError
+from ..storage.commit import open_root
+from ..storage.manifest import MANIFEST
+from ..storage.store import Store, open_store
+from .dcp import METADATA, open_dcp
+from .deepspeed import find_folder, list_tags, open_deepspeed
+from .source import Source
+from .ucp import open_ucp
+
+__all__ = ["ParseAll", "open_source"]
+
+ParseAll: TypeAlias = Callable[[Sequence[str], Callable[[str], Any]], list[Any]]
+"""Given paths and a function, returns the function's value for each path, in order; may spread the work over ranks (D15)."""
+
+_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest' or *_optim_states.pt (DeepSpeed)"
+_SHOWN = 8
+
+
+def parse_alone(paths: Sequence[str], parse: Callable[[str], Any]) -> list[Any]:
+    """Parse every file in this process."""
+    return [parse(path) for path in paths]
+
+
+def open_source(
+    url: Any,
+    *,
+    prefer: Literal["ucp", "stock"] | None = None,
+    tag: str | None = None,
+    parse_all: ParseAll | None = None,
+) -> Source:
+    """Open the checkpoint at a URL, path or Store, of whatever format it is. Nothing is written, and no tensor byte is read.
+
+    Args:
+        url: ours (a folder with ``ucp.json``), stock DCP (``.metadata``), DeepSpeed (a folder with ``latest``, or a tag folder).
+        prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``.
+        tag: which tag of a DeepSpeed folder; default is what ``latest`` names.
+        parse_all: how files of a checkpoint that has many are parsed; the default parses them one after the other.
+
+    Raises CheckpointNotFoundError (there is nothing), FormatError (it is something else; found and known are listed), ForeignSaveError
+    (D4), CorruptCheckpointError, UnsafePickleError, UnsupportedError, StoreError.
+    """
+    store = open_store(url)
+    if tag is None and prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA):
+        folder = find_folder(store, None)
+    elif tag is not None:
+        folder = find_folder(store, tag)
+    else:
+        manifest = open_root(store, prefer)
+        return open_dcp(store) if manifest is None else open_ucp(store, manifest)
+    if folder is None:
+        raise _unknown(store)
+    return open_deepspeed(store, folder, parse_all or parse_alone)
+
+
+def _exists(store: Store, path: str) -> bool:
+    try:
+        store.size(path)
+    except StoreNotFoundError:
+        return False
+    return True
+
+
+def _unknown(store: Store) -> Exception:
+    """The error for a folder that holds no checkpoint we know, saying what it holds."""
+    names = sorted({entry.path for entry in itertools.islice(store.list(""), 1000)})
+    if not names:
+        return CheckpointNotFoundError(f"{store.url}: there is nothing here{_siblings(store.url)}")
+    tops = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
+    found = ", ".join(tops[:_SHOWN]) + (f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else "")
+    bases = {name.rsplit("/", 1)[-1] for name in names}
+    for clue, what in (
+        ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),
+        ("latest_universal", "a DeepSpeed universal checkpoint"),
+        ("optimizer_state.pt", "a DeepSpeed universal checkpoint"),
+        ("__0.metadata", "a DCP checkpoint saved with use_collectives=False"),
+        ("model.safetensors.index.json", "safetensors files"),
+        ("model.safetensors", "safetensors files"),
+    ):
+        if clue in bases:
+            return UnsupportedError(f"{store.url}: this looks like {what}, which this version cannot open. Known: {_KNOWN}. Found: {found}")
+    return FormatError(f"{store.url}: not a checkpoint of a known format. Known: {_KNOWN}. Found: {found}{_siblings(store.url)}")
+
+
+def _siblings(url: str) -> str:
+    """For a wrong tag in the URL of a DeepSpeed checkpoint: the tags that exist beside it."""
+    parent = url.rstrip("/").rpartition("/")[0]
+    if not parent or parent.endswith(":/"):
+        return ""
+    try:
+        tags = list_tags(open_store(parent))
+    except (StoreError, FormatError, UnsupportedError):
+        return ""
+    return f"; the DeepSpeed checkpoint at {parent} has the tags {', '.join(tags)}" if tags else ""
