@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import islice, pairwise
+from operator import lt
 from typing import Any, Unpack
 
 import numpy as np
@@ -78,10 +80,10 @@ class Catalog:
             self._given["keys"] if "keys" in self._given else decode_msgpack("tensor.key", self._section("tensor.key"), list[str])
         )
         self._need(len(keys) == self.n_tensors, f"tensor.key has {len(keys)} entries, expected {self.n_tensors}")
-        for i in range(1, len(keys)):
-            if keys[i - 1] >= keys[i]:
-                self._need(keys[i - 1] != keys[i], f"two tensors have the key {keys[i]!r}")
-                raise self._error(f"tensors are not sorted by key: {keys[i]!r} follows {keys[i - 1]!r}")
+        if not all(map(lt, keys, islice(keys, 1, None))):
+            before, after = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
+            self._need(before != after, f"two tensors have the key {after!r}")
+            raise self._error(f"catalog: tensors are not sorted by key: {after!r} follows {before!r}")
         return tuple(keys)
 
     @cached_property
