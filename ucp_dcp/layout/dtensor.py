@@ -216,7 +216,8 @@ def _checked(shape: Sequence[int], offset: Sequence[int], view: torch.Tensor) ->
 
 
 def _from_sharded(value: Any) -> OwnGeometry:
-    shape = tuple(int(n) for n in value.size())
+    # Not value.size(): every torch function on a ShardedTensor warns that the class is deprecated.
+    shape = tuple(int(n) for n in value.metadata().size)
     shards: list[tuple[Box, torch.Tensor]] = []
 
     def add(tensor: Any, offset: tuple[int, ...], wanted: tuple[int, ...]) -> None:

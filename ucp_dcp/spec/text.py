@@ -43,6 +43,8 @@ def load_yaml(text: str, source: str) -> tuple[Any, Lines]:
         if count > MAX_NODES or len(path) > MAX_DEPTH:
             raise SpecError(f"{source}:{line}: too large or nested too deeply")
         lines[path] = line
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise SpecError(f"{source}:{line}: tag {node.tag} is not allowed")
         if isinstance(node, yaml.MappingNode):
             out: dict[str, Any] = {}
             for key_node, value_node in node.value:
