@@ -42,7 +42,7 @@ def show(
     out = console()
     out.print(_panel(summary))
     if lines is not None:
-        out.print(_table(lines))
+        out.print(_table(lines, out.width))
 
 
 def _json(summary: Summary, lines: list[TensorLine] | None) -> str:
@@ -82,9 +82,10 @@ def _panel(summary: Summary) -> Panel:
     return Panel(grid, title="checkpoint", title_align="left", expand=False, box=box.ROUNDED)
 
 
-def _table(lines: list[TensorLine]) -> Table:
+def _table(lines: list[TensorLine], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", overflow="fold")
+    longest = max((len(printable(line.name)) for line in lines), default=0)
+    table.add_column("name", overflow="fold", no_wrap=longest <= width // 2)  # on a narrow terminal, patterns fold first
     table.add_column("dtype")
     table.add_column("shape", overflow="fold")
     table.add_column("pattern", overflow="fold")
