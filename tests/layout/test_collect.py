@@ -34,7 +34,7 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "a.b", "c"]), trees, max_size=4))
-@examples(400)
+@examples(200)
 def test_keys_and_paths_are_those_of_dcp(state_dict: dict[str, Any]) -> None:
     """C01, C02: the same leaves under the same keys as torch's own flattening, or an error where torch has one."""
     try:

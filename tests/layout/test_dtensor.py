@@ -49,7 +49,7 @@ def meshes(draw: st.DrawFn) -> Any:
 
 
 @given(meshes())
-@examples(400)
+@examples(250)
 def test_pieces_are_what_torch_cuts(case: Any) -> None:
     """A01, A03, A05, A07: uneven and empty shards, one dim over several mesh dims, strided shards with several regions."""
     shape, mesh, placements = case
@@ -70,7 +70,7 @@ def test_pieces_are_what_torch_cuts(case: Any) -> None:
 
 
 @given(meshes())
-@examples(200)
+@examples(100)
 def test_one_box_agrees_with_torchs_offsets(case: Any) -> None:
     """A05: where torch's own description is right (no strided shard), ours is the same."""
     shape, mesh, placements = case

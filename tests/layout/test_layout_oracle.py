@@ -103,7 +103,7 @@ def layouts(draw: st.DrawFn, flat: bool = True, shape: tuple[int, ...] | None = 
 
 
 @given(layouts(), st.integers(0, 3))
-@examples(400)
+@examples(250)
 def test_any_steps(case: Any, form: int) -> None:
     shape, sizes, steps = case
     full = numbered(shape)
@@ -123,7 +123,7 @@ def test_any_steps(case: Any, form: int) -> None:
 
 
 @given(layouts(), st.integers(0, 3))
-@examples(150)
+@examples(100)
 def test_replicated_is_true_where_another_rank_holds_the_same(case: Any, form: int) -> None:
     """A box that two ranks hold must be marked, or a load by one owner alone would lose the other."""
     shape, sizes, steps = case
@@ -180,7 +180,7 @@ def buffer_text(names: list[str], kwargs: dict[str, Any]) -> str:
 
 
 @given(buffers(), st.data(), st.integers(0, 3))
-@examples(200)
+@examples(150)
 def test_flat_buffers(case: Any, data: st.DataObject, form: int) -> None:
     tp, dp, params, kwargs = case
     full = {}
@@ -218,7 +218,7 @@ def _without_order(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(st.data())
-@examples(200)
+@examples(120)
 def test_inference_from_local_shapes(data: st.DataObject) -> None:
     """Without shapes=, even shards, parts, widths, sized padding and sized stacks give the global shape back."""
     n = data.draw(st.integers(1, 4))

@@ -180,7 +180,7 @@ def test_aliases_cannot_unfold_without_bound() -> None:
     lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
     with pytest.raises(SpecError, match="too large"):
         LayoutSpec.parse("\n".join(lines))
-    with pytest.raises(SpecError, match=r"nested too deeply|not YAML"):
+    with pytest.raises(SpecError, match="nested too deeply"):
         LayoutSpec.parse("[" * 5000)
 
 
