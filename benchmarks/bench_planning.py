@@ -1,7 +1,10 @@
-"""The coordinator of a save: our columns beside stock DCP's objects. 873 tensors (LLaMA-2 7B with Adam, shapes only), each Shard(0) over R ranks.
+"""The coordinator of a save: our columns beside stock DCP's objects.
 
-Both start from the pickled plans of all ranks and end with what the coordinator keeps (stock: the pickled metadata; ours: the plan of all chunks and the
-pickled assignments). Ours is also shown with the stock ``Metadata`` expanded and pickled, which our writer does in ``finish`` when ``stock_metadata=True``.
+873 tensors (LLaMA-2 7B with Adam, shapes only), each Shard(0) over R ranks.
+
+Both start from the pickled plans of all ranks and end with what the coordinator keeps (stock: the pickled metadata; ours: the plan of all
+chunks and the pickled assignments). Ours is also shown with the stock ``Metadata`` expanded and pickled, which our writer does in
+``finish`` when ``stock_metadata=True``.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def coordinator(wire: list[bytes]) -> Planned:
 
 
 def balance(planned: Planned) -> float:
-    """max / mean bytes over the ranks."""
+    """Largest / mean bytes over the ranks."""
     loads = np.zeros(planned.world)
     sizes = np.asarray([math.prod(size) for _, _, size in planned.boxes()])
     np.add.at(loads, planned.owner, sizes)

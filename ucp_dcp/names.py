@@ -1,7 +1,8 @@
 """Roles and canonical names of what a checkpoint holds (design decision D6).
 
 A thing in a checkpoint has a key (as written), a role, an fqn (global parameter name: no pipeline-local layer number, no wrapper prefix)
-and, for optimizer state, the name of the state. Canonical names are a view of (role, fqn, state); nothing splits a dotted name to guess them.
+and, for optimizer state, the name of the state. Canonical names are a view of (role, fqn, state); nothing splits a dotted name to guess
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Role(IntEnum):
 
 
 def canonical_name(role: Role, fqn: str, state: str, key: str) -> str:
-    """The canonical name: ``model.<fqn>``, ``optim.state.<fqn>.master``, ``optim.state.<fqn>.<state>``; objects: ``fqn``; plain: ``key``."""
+    """``model.<fqn>``, ``optim.state.<fqn>.master``, ``optim.state.<fqn>.<state>``; for objects ``fqn``; for plain tensors ``key``."""
     if role in (Role.WEIGHT, Role.BUFFER):
         return f"model.{fqn}"
     if role == Role.MASTER:

@@ -1,8 +1,8 @@
 """Moving stored chunks into memory: byte ranges planned per file, read straight into the destination where that is possible.
 
-A :class:`Copy` is one rectangular piece of one chunk and the torch view that receives it. Where dtype and strides allow, the store reads into the view's own
-memory; otherwise bytes go through a bounded scratch buffer and torch copies (strides, cast, device) from there. A chunk is never read
-whole when a part is wanted.
+A :class:`Copy` is one rectangular piece of one chunk and the torch view that receives it. Where dtype and strides allow, the store reads
+into the view's own memory; otherwise bytes go through a bounded scratch buffer and torch copies (strides, cast, device) from there. A
+chunk is never read whole when a part is wanted.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_a12_replicas_with_other_content_are_an_error() -> None:
 @pytest.mark.parametrize("other", [("float32", (6, 5)), ("bfloat16", (6, 4))])
 def test_ranks_must_agree_about_shape_and_dtype(other: tuple[str, tuple[int, ...]]) -> None:
     plans = [rank_plan(T, {"w": [whole((6, 4))]}), rank_plan({"w": other}, {"w": [whole(other[1])]})]
-    with pytest.raises(ReplicaMismatchError, match="rank 0 but .* on rank 1"):
+    with pytest.raises(ReplicaMismatchError, match=r"rank 0 but .* on rank 1"):
         merge_tensors(plans)
 
 

@@ -1,0 +1,1 @@
+"""Planners: who holds, writes and reads which box of which tensor."""

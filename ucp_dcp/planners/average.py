@@ -1,7 +1,7 @@
 """``Average()``: replicas that drifted apart become one value, their mean (design decision D13; the paper's Partial pattern).
 
-Runs in ``set_up_planner``, the only place of a DCP save that is on all ranks and on the planning thread. Every rank walks the same sorted list of
-(key, box), so the collectives match. The mean is taken in fp64 (fp32 for 16-bit inputs) in coordinate order and rounded once.
+Runs in ``set_up_planner``, the only place of a DCP save that is on all ranks and on the planning thread. Every rank walks the same sorted
+list of (key, box), so the collectives match. The mean is taken in fp64 (fp32 for 16-bit inputs) in coordinate order and rounded once.
 """
 
 from __future__ import annotations

@@ -247,12 +247,13 @@ def _check_replicas(merged: MergedBoxes, digest: npt.NDArray[np.uint64], has_dig
         n = int(merged.ndim[b])
         box = merged.coords[merged.coord_start[b] : merged.coord_start[b + 1]]
         sets = " / ".join(str(ranks) for ranks in groups.values())
-        problems.append(f"tensor {row.key!r} at offset {tuple(map(int, box[:n]))} size {tuple(map(int, box[n:]))}: ranks {sets} hold different values")
+        where = f"at offset {tuple(map(int, box[:n]))} size {tuple(map(int, box[n:]))}"
+        problems.append(f"tensor {row.key!r} {where}: ranks {sets} hold different values")
     raise ReplicaMismatchError(
         "replicas of one tensor differ between ranks:\n  "
         + _problem_text(problems)
-        + "\nIf each rank holds its own part, describe it with a layout or a DTensor; if the ranks drifted apart on purpose, use Average() in the"
-        " layout; check_replicas='off' keeps one copy unseen."
+        + "\nIf each rank holds its own part, describe it with a layout or a DTensor; if the ranks drifted apart on purpose, use Average()"
+        " in the layout; check_replicas='off' keeps one copy unseen."
     )
 
 
@@ -278,6 +279,8 @@ def merge_objects(plans: Sequence[LocalPlan]) -> MergedObjects:
                 problems.append(f"object {entry.key!r}: rank {owner} and rank {rank} hold different values")
     if problems:
         raise ReplicaMismatchError(
-            "objects differ between ranks:\n  " + _problem_text(problems) + "\nWrap what is different on every rank in ucp_dcp.PerRank(value)."
+            "objects differ between ranks:\n  "
+            + _problem_text(problems)
+            + "\nWrap what is different on every rank in ucp_dcp.PerRank(value)."
         )
     return MergedObjects([seen[key] for key in sorted(seen)])

@@ -1,9 +1,9 @@
 """Who writes which bytes: exactly one holder of every byte, bytes balanced over the holders. Pure numpy.
 
-Boxes held by one rank only are given. The others are grouped by the set of ranks that hold them. Groups are handled from the smallest set to the
-largest (the most constrained first): their boxes are laid end to end on a line of bytes, and the line is cut so that every holder is filled up to one
-common level (water-filling over what the ranks write already). A cut moves to a box boundary or, inside a large box, to a boundary of rows, so there are never more
-pieces than boxes + ranks per group.
+Boxes held by one rank only are given. The others are grouped by the set of ranks that hold them. Groups are handled from the smallest set
+to the largest (the most constrained first): their boxes are laid end to end on a line of bytes, and the line is cut so that every holder
+is filled up to one common level (water-filling over what the ranks write already). A cut moves to a box boundary or, inside a large box,
+to a boundary of rows, so there are never more pieces than boxes + ranks per group.
 """
 
 from __future__ import annotations

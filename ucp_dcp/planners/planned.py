@@ -38,9 +38,9 @@ PLANNER_DATA_KEY = "ucp_dcp"
 class Assignment:
     """What one rank writes, in file order. I items.
 
-    fragment: (I,) index of the rank's fragment. part: (I,) row of ``part_coords`` when only a part of the fragment is written, -1 for all of it.
-    part_coords: flat; offsets and sizes relative to the fragment's box. objects: keys of the objects it writes, with their index in the
-    rank's own object list.
+    fragment: (I,) index of the rank's fragment. part: (I,) row of ``part_coords`` when only a part of the fragment is written, -1 for all
+    of it. part_coords: flat; offsets and sizes relative to the fragment's box. objects: keys of the objects it writes, with their index
+    in the rank's own object list.
     """
 
     rank: int
@@ -109,7 +109,9 @@ def plan_chunks(merged: MergedBoxes, objects: MergedObjects, world: int) -> tupl
         part = np.full(len(owner), -1, dtype=np.int64)
         part_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     else:
-        coords, tensor, owner, fragment, part, part_boxes = _split(merged, pieces.box, pieces.start, pieces.stop, whole, owner, fragment, flat)
+        coords, tensor, owner, fragment, part, part_boxes = _split(
+            merged, pieces.box, pieces.start, pieces.stop, whole, owner, fragment, flat
+        )
     chunk_start = np.searchsorted(tensor, np.arange(len(merged.rows) + 1)).astype(np.int64)
     planned = Planned(merged.rows, chunk_start, coords, owner, objects.entries, world)
     return planned, _assignments(owner, fragment, part, part_boxes, objects, world)
@@ -184,7 +186,7 @@ def stock_state_dict_metadata(planned: Planned) -> dict[str, TensorStorageMetada
 
 
 def ucp_planner_data(planned: Planned) -> dict[str, Any]:
-    """``Metadata.planner_data``: the nesting paths DCP's own tools need, and roles and patterns under one key, as plain JSON-like values."""
+    """``Metadata.planner_data``: the nesting paths DCP's own tools need, and roles and patterns under one key, as plain values."""
     data: dict[str, Any] = {row.key: tuple(row.path) for row in planned.rows}
     data.update({entry.key: tuple(entry.path) for entry, _ in planned.objects})
     data[PLANNER_DATA_KEY] = {

@@ -1,7 +1,7 @@
 """Content digests: what lets replicas be compared without moving them.
 
-Two ranks that hold the same box of the same tensor must hold the same bytes; DCP keeps one copy and never looks at the other. A digest depends only on the
-logical content (box shape, dtype, elements in C order), not on strides or device.
+Two ranks that hold the same box of the same tensor must hold the same bytes; DCP keeps one copy and never looks at the other. A digest
+depends only on the logical content (box shape, dtype, elements in C order), not on strides or device.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ __all__ = ["LoadReport"]
 class LoadReport:
     """The outcome of a load on this rank.
 
-    loaded: keys that were filled. missing: wanted but not stored (only with ``strict=False``). unexpected: stored but not wanted.
-    cast: key -> (stored dtype, wanted dtype). padded: keys whose padding was filled with zeros. source: key -> ``weight | master | state | key |
-    object``. skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read / bytes_wanted / ranges: what
-    our reader asked of the store on this rank (0 with a stock reader).
+    loaded: keys that were filled. missing: wanted but not stored (only with ``strict=False``). unexpected: stored but not wanted. cast:
+    key -> (stored dtype, wanted dtype). padded: keys whose padding was filled with zeros. source: key -> ``weight | master | state | key
+    | object``. skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read /
+    bytes_wanted / ranges: what our reader asked of the store on this rank (0 with a stock reader).
     """
 
     loaded: list[str] = field(default_factory=list)

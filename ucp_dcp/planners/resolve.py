@@ -58,7 +58,8 @@ def resolve_tensor(
 ) -> Found:
     """The stored row that answers ``fragment``, looked up as ``key`` (its own key unless renamed).
 
-    weights_of_masters: canonical weight name -> fqn of a stored master, so that a checkpoint which holds only masters (ZeRO-3) answers for weights.
+    weights_of_masters: canonical weight name -> fqn of a stored master, so that a checkpoint which holds only masters (ZeRO-3) answers
+    for weights.
 
     Raises MissingKeysError; DtypeMismatchError when a master is wanted and only a narrower weight is stored.
     """
