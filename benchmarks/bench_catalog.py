@@ -158,7 +158,8 @@ def main() -> None:
         ("find the chunks of one rank's boxes", "find_chunks_of_rank_s", 1.0),
         ("check exact cover of all tensors", "check_cover_s", None),
     ]
-    print(f"{n:,} chunks of 2-D tensors, numpy {np.__version__}, {os.cpu_count()} CPUs, best of {args.repeat}\n")
+    load = os.getloadavg()[0]
+    print(f"{n:,} chunks of 2-D tensors, numpy {np.__version__}, {os.cpu_count()} CPUs, load {load:.1f}, best of {args.repeat}\n")
     print(f"{'':38}" + "".join(f"{row['case']:>34}" for row in rows) + f"{'aim':>12}")
 
     def show(value: float, unit: str) -> str:
@@ -168,7 +169,13 @@ def main() -> None:
         values = "".join(f"{show(row[field], field):>34}" for row in rows)
         print(f"{label:38}{values}{show(aim, field) if aim else '':>12}")
     RESULTS.mkdir(exist_ok=True)
-    info = {"python": platform.python_version(), "numpy": np.__version__, "cpus": os.cpu_count(), "machine": platform.machine()}
+    info = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "load": os.getloadavg(),
+    }
     (RESULTS / "catalog.json").write_text(json.dumps({"host": info, "repeat": args.repeat, "cases": rows}, indent=2) + "\n")
 
 
