@@ -86,6 +86,7 @@ class _Placed:
     fragments: list[Fragment] = field(default_factory=list)
     padding: list[Padding] = field(default_factory=list)
     obj: ObjectLeaf | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class _Collector:
         self.mapped: dict[tuple[tuple[AxisStep, ...], tuple[int, ...]], tuple[Applied, list[Piece]]] = {}
         self.buffers: dict[tuple[str, str], BufferPlan] = {}
         self.bindings: dict[tuple[str, str, tuple[int, ...] | None], Bound] = {}
+        self.by_shape = {rule.number for rule in layout.spec.rules if rule.reads_shape} if layout is not None else set()
         world = math.prod(n for _, n in layout.coords.values()) if layout is not None else 1
         # Ranks that no axis of the layout tells apart hold the same as this one, as far as we know.
         self.beyond = layout is not None and world < world_size()
@@ -144,7 +146,8 @@ class _Collector:
         return None
 
     def stage(self, placed: _Placed) -> int:
-        if is_distributed(placed.leaf.value):
+        placed.own = is_distributed(placed.leaf.value)
+        if placed.own:
             return 0
         names = self.names_of(placed)
         if self.layout is None or names is None:
@@ -169,7 +172,10 @@ class _Collector:
 
     def bind(self, names: _Names, root: str, local_shape: tuple[int, ...] | None, optional: bool = False) -> Bound:
         assert self.layout is not None
-        key = (root, names.name, local_shape)
+        # Most rules do not look at shapes: one binding serves the parameter and all of its states.
+        by_shape = any(rule.number in self.by_shape for rule, _ in self.layout.candidates(names.name))
+        own_values = root if root in self.layout.root_variables else ""
+        key = (own_values, names.name, local_shape if by_shape else None)
         bound = self.bindings.get(key)
         if bound is None:
             bound = self.layout.bind(
@@ -188,7 +194,7 @@ class _Collector:
     def tensor(self, placed: _Placed) -> None:
         value = placed.leaf.value
         names = self.names_of(placed)
-        if is_distributed(value):
+        if placed.own:
             self.distributed(placed, names)
             return
         if value.layout != torch.strided:

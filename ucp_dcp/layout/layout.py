@@ -73,6 +73,10 @@ class Layout:
                 raise LayoutError(f"root_variables: {root!r} is no root; roots are {', '.join(self.roots)}")
             self.root_variables[root] = check_variables(self.spec.variables, {**given, **values}, self.spec.source)
         self.shapes = {fqn: _checked_shape(fqn, shape) for fqn, shape in (shapes or {}).items()}
+        self._candidates: dict[str, list[tuple[Rule, Match]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_candidates": {}}
 
     def __repr__(self) -> str:
         coords = ", ".join(f"{axis}={k}/{n}" for axis, (k, n) in self.coords.items())
@@ -107,7 +111,11 @@ class Layout:
 
     def candidates(self, name: str) -> list[tuple[Rule, Match]]:
         """The rules whose glob matches a name, conditions aside."""
-        return [(rule, match) for rule in self.spec.rules if (match := rule.match_name(name)) is not None]
+        found = self._candidates.get(name)
+        if found is None:
+            found = [(rule, match) for rule in self.spec.rules if (match := rule.match_name(name)) is not None]
+            self._candidates[name] = found
+        return found
 
     def bind(
         self,

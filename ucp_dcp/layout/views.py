@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -20,7 +19,8 @@ __all__ = ["at_box", "average", "factored", "fit", "fit_buffer", "view"]
 
 def at_box(like: Fragment, box: Box, memory: torch.Tensor) -> Fragment:
     """The same but for its box and view."""
-    return replace(like, box=box, view=memory)
+    names = (like.key, like.path, like.role, like.fqn, like.state, like.shape)
+    return Fragment(*names, box, memory, like.replicated, like.average, like.pattern, like.writes)
 
 
 def view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -202,6 +202,12 @@ class Rule:
     line: int = 0
     where: str = field(default="", compare=False)
 
+    @property
+    def reads_shape(self) -> bool:
+        """True when the condition or a step depends on the tensor's shape."""
+        reads = frozenset().union(*(step.names for step in self.steps), self.when.names if self.when is not None else ())
+        return not reads.isdisjoint(("shape", "ndim"))
+
     def match_name(self, name: str) -> Match | None:
         """What ``match`` finds in a name, None when it does not match or an ``except`` glob does."""
         found = self.match.match(name)
