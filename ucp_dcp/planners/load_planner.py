@@ -178,9 +178,12 @@ class UCPLoadPlanner(LoadPlanner):
             except UCPError as error:
                 problems[leaf.key] = error
         self._settle(problems)
+        # padding belongs to a local tensor, which may hold many keys: it is filled when anything in the same memory is loaded
         loaded = set(self.report.loaded)
-        self._padding = [p.view for p in self._collected.padding if p.key in loaded]
-        self.report.padded = sorted({p.key for p in self._collected.padding if p.key in loaded})
+        touched = {f.view.untyped_storage().data_ptr() for f in self._collected.fragments if f.key in loaded}
+        padding = [p for p in self._collected.padding if p.view.untyped_storage().data_ptr() in touched]
+        self._padding = [p.view for p in padding]
+        self.report.padded = sorted({p.key for p in padding})
         request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank))
         return LoadPlan(items=[], planner_data=request)
 
@@ -455,10 +458,11 @@ class UCPLoadPlanner(LoadPlanner):
 
             value = PerRank(value)
         place: Any = self._state_dict
-        for step in leaf.path[:-1]:
+        path = leaf.local_path
+        for step in path[:-1]:
             place = place[step]
         try:
-            place[leaf.path[-1]] = value
+            place[path[-1]] = value
         except TypeError as error:
             raise PlanError(f"object {leaf.key!r} lies in a {type(place).__name__}, which cannot be changed in place") from error
 

@@ -31,6 +31,11 @@ class UCPStorageMeta(StorageMeta):
     ucp_version: int = 1
 
 
+def _averages(layout: Layout) -> bool:
+    """Whether any rule averages: the same on all ranks of one spec, so that all of them enter the collectives."""
+    return any(step.kind == "Average" for rule in layout.spec.rules for step in rule.steps)
+
+
 class UCPSavePlanner(SavePlanner):
     """Plans a save of DTensors, ShardedTensors, CheckpointableTensors, plain tensors and objects, and of *fragments* described by a layout.
 
@@ -89,10 +94,10 @@ class UCPSavePlanner(SavePlanner):
         self._assignment = None
         self._collected = collected = collect(state_dict, layout=self.layout, roots=self.roots)
         fragments = collected.fragments
-        if self.layout is not None and self.layout.has_average:
+        if self.layout is not None and _averages(self.layout):
             fragments = average_fragments(fragments, self.layout, self._process_group)
         self._fragments = sorted(
-            (f for f in fragments if not f.box.empty),
+            (f for f in fragments if f.writes and not f.box.empty),
             key=lambda f: (f.key, f.box.offset, f.box.size),
         )
 

@@ -1,0 +1,73 @@
+"""Universal Checkpointing for PyTorch Distributed Checkpoint (DCP): any training checkpoint onto any mesh, where it lies.
+
+The public names are imported on first use, so that ``import ucp_dcp`` and ``ucp --help`` do not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .api import load, save
+    from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
+    from .errors import UCPError
+    from .layout import Layout, PerRank
+    from .names import Role
+    from .planners.load_planner import UCPLoadPlanner
+    from .planners.report import LoadReport
+    from .planners.save_planner import UCPSavePlanner
+    from .spec import LayoutSpec
+    from .storage.dcp_reader import UCPStorageReader
+    from .storage.dcp_writer import UCPStorageWriter
+
+__all__ = [
+    "Checkpoint",
+    "Layout",
+    "LayoutSpec",
+    "LoadReport",
+    "PerRank",
+    "Role",
+    "StoredTensor",
+    "UCPError",
+    "UCPLoadPlanner",
+    "UCPSavePlanner",
+    "UCPStorageReader",
+    "UCPStorageWriter",
+    "__version__",
+    "load",
+    "open_checkpoint",
+    "save",
+]
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "Layout": "layout",
+    "LayoutSpec": "spec",
+    "LoadReport": "planners.report",
+    "PerRank": "layout",
+    "Role": "names",
+    "StoredTensor": "checkpoint",
+    "UCPError": "errors",
+    "UCPLoadPlanner": "planners.load_planner",
+    "UCPSavePlanner": "planners.save_planner",
+    "UCPStorageReader": "storage.dcp_reader",
+    "UCPStorageWriter": "storage.dcp_writer",
+    "load": "api",
+    "open_checkpoint": "checkpoint",
+    "save": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

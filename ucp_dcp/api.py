@@ -1,0 +1,118 @@
+"""The verbs: ``save`` and ``load`` of a whole state dict, with this package's planners and storage, raising this package's errors on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .errors import UCPError
+from .layout import Layout
+from .planners.load_planner import UCPLoadPlanner
+from .planners.replicas import CheckReplicas
+from .planners.report import LoadReport
+from .planners.resolve import SourceChoice
+from .planners.save_planner import UCPSavePlanner
+from .storage.dcp_reader import UCPStorageReader
+from .storage.dcp_writer import UCPStorageWriter
+
+__all__ = ["load", "save"]
+
+
+def _raise_cause(error: CheckpointException) -> None:
+    """Raise our own error out of DCP's wrapper, which is the same on all ranks: that of the lowest failed rank (D17)."""
+    for rank in sorted(error.failures):
+        cause = error.failures[rank][0]
+        if isinstance(cause, UCPError):
+            others = "" if len(error.failures) == 1 else f" (and {len(error.failures) - 1} more ranks failed)"
+            raise type(cause)(f"rank {rank}: {cause}{others}") from error
+    raise error
+
+
+def _group(process_group: dist.ProcessGroup | None, no_dist: bool) -> dist.ProcessGroup | None:
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return None
+    return process_group if process_group is not None else dist.group.WORLD
+
+
+def save(
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    layout: Layout | None = None,
+    roots: Mapping[str, str] | None = None,
+    overwrite: bool = True,
+    stock_metadata: bool = True,
+    check_replicas: CheckReplicas = "sample",
+    provenance: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Save a state dict as a universal checkpoint. Collective over ``process_group`` (default: all ranks; one process without a group).
+
+    Arguments are those of :class:`UCPSavePlanner` and :class:`UCPStorageWriter`. Raises their errors, the same on all ranks; after an error the
+    checkpoint that lay there before is still complete.
+    """
+    planner = UCPSavePlanner(layout=layout, roots=roots, check_replicas=check_replicas, process_group=_group(process_group, no_dist))
+    writer = UCPStorageWriter(
+        url, overwrite=overwrite, stock_metadata=stock_metadata, provenance=provenance, storage_options=storage_options
+    )
+    try:
+        dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+    except CheckpointException as error:
+        # every rank has reported by now, so nobody writes into the failed generation any more
+        writer.abandon()
+        _raise_cause(error)
+
+
+def load(
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    layout: Layout | None = None,
+    roots: Mapping[str, str] | None = None,
+    strict: bool | Literal["exact"] = True,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+    dtype: Literal["cast", "error"] = "cast",
+    source: SourceChoice = "auto",
+    master_from_weight: bool = False,
+    allow_classes: Sequence[type] = (),
+    prefer: Literal["ucp", "stock"] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> LoadReport:
+    """Load into a state dict, in place, from any checkpoint this package can open. Collective over ``process_group``.
+
+    Arguments are those of :class:`UCPLoadPlanner` and :class:`UCPStorageReader`. Returns this rank's report. Raises their errors, the same on all
+    ranks, before any destination is touched.
+    """
+    planner = UCPLoadPlanner(
+        layout=layout,
+        roots=roots,
+        strict=strict,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        source=source,
+        master_from_weight=master_from_weight,
+        allow_classes=allow_classes,
+    )
+    reader = UCPStorageReader(url, process_group=_group(process_group, no_dist), prefer=prefer, storage_options=storage_options)
+    try:
+        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+    except CheckpointException as error:
+        _raise_cause(error)
+    return planner.report
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,172 @@
+"""``UCPStorageReader``: DCP's StorageReader over any checkpoint that ``formats`` can open."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..errors import MissingKeysError, PlanError, UCPError, UnsupportedError
+from ..formats import Source, open_source
+from ..planners.load_planner import UCPLoadPlanner
+from ..planners.replicas import serialize_object
+from ..planners.served import FailedMetadata, ServedMetadata
+from ..transfer import Copy, ReadStats, read_copies
+from .shared_open import open_shared
+from .store import open_store
+
+__all__ = ["UCPStorageReader"]
+
+
+class UCPStorageReader(StorageReader):
+    """Reads our format, stock DCP and DeepSpeed checkpoints where they lie, byte ranges only.
+
+    Works with :class:`UCPLoadPlanner` and with any other DCP load planner.
+
+    Args:
+        url: a local path, ``file://`` or any fsspec URL.
+        process_group: a foreign checkpoint is parsed once across the ranks of this group (every rank of it must then read); without it every rank
+            parses alone. ``ucp_dcp.load`` passes the group of the load.
+        prefer: which checkpoint to open when a plain ``dcp.save`` wrote over ours: ``"ucp"`` or ``"stock"``; without it that is an error.
+        gap: runs of one chunk that are at most this many bytes apart are read in one range (at most twice the wanted bytes).
+        storage_options: for the fsspec filesystem.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        prefer: Literal["ucp", "stock"] | None = None,
+        gap: int = 4096,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._url = url
+        self._group = process_group
+        self._prefer: Literal["ucp", "stock"] | None = prefer
+        self._gap = gap
+        self._options = dict(storage_options or {})
+        self._source: Source | None = None
+        self.stats = ReadStats()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # D18: no group, no open source travels
+        return {"_url": self._url, "_prefer": self._prefer, "_gap": self._gap, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            state["_url"], prefer=state["_prefer"], gap=state["_gap"], storage_options=state["_options"]
+        )
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The URL this reader reads from."""
+        return self._url
+
+    @property
+    def source(self) -> Source:
+        """The open checkpoint. Raises PlanError before ``read_metadata``."""
+        if self._source is None:
+            raise PlanError("the checkpoint is not open yet: read_metadata comes first")
+        return self._source
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a store can be opened at this URL."""
+        try:
+            open_store(checkpoint_id)
+        except UnsupportedError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the open checkpoint; go to another URL if given; storage options are kept."""
+        if checkpoint_id is not None:
+            self._url = checkpoint_id
+        self._source = None
+        self.stats = ReadStats()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Open the checkpoint. A failure is kept and raised by the next planning call: DCP would replace it by an AssertionError (D17)."""
+        try:
+            if self._source is None:
+                store = open_store(self._url, **self._options)
+                if self._group is not None:
+                    self._source = open_shared(store, self._group, prefer=self._prefer)
+                else:
+                    self._source = open_source(store, prefer=self._prefer)
+        except UCPError as error:
+            return FailedMetadata(error=error, storage_meta=StorageMeta())
+        metadata = ServedMetadata.of(self._source)
+        metadata.storage_meta = StorageMeta(checkpoint_id=os.fspath(self._url))
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Foreign planners do not look at failed metadata; here they get the cause."""
+        if isinstance(metadata, FailedMetadata) and metadata.error is not None:
+            raise metadata.error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to do."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to do."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's destinations."""
+        if isinstance(planner, UCPLoadPlanner):
+            planner.execute(self.source, gap=self._gap)
+            report = planner.report
+            self.stats = ReadStats(report.bytes_read, report.ranges, report.bytes_wanted)
+        else:
+            self._read_items(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Ordinary ReadItems of a foreign planner, answered from byte ranges."""
+        source = self.source
+        catalog = source.catalog
+        chunk_at: dict[str, dict[tuple[int, ...], int]] = {}
+        copies: list[Copy] = []
+        commits: list[tuple[Any, torch.Tensor]] = []
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                row = catalog.find_object(key)
+                if row is None:
+                    raise MissingKeysError(f"object {key!r} is not in the checkpoint")
+                # through the restricted unpickler first: what the foreign planner unpickles afterwards is ours (D16)
+                planner.load_bytes(item, io.BytesIO(serialize_object(source.read_object(row))))
+                continue
+            t = catalog.find(key)
+            if t is None:
+                raise MissingKeysError(f"tensor {key!r} is not in the checkpoint")
+            if key not in chunk_at:
+                first = catalog.chunk_range(t)[0]
+                chunk_at[key] = {tuple(o): first + i for i, o in enumerate(catalog.boxes(t)[:, 0].tolist())}
+            chunk = chunk_at[key].get(tuple(item.storage_index.offset or ()))
+            if chunk is None:
+                raise PlanError(f"tensor {key!r} has no stored chunk at offset {item.storage_index.offset}")
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != item.lengths:
+                raise PlanError(f"tensor {key!r}: the planner offers {tuple(target.size())} for a read of {tuple(item.lengths)}")
+            copies.append(Copy(chunk, tuple(item.storage_offsets), target))
+            commits.append((item, target))
+        self.stats = read_copies(source, copies, gap=self._gap)
+        for item, target in commits:
+            planner.commit_tensor(item, target)
+
+
