@@ -30,7 +30,7 @@ from ucp_dcp.storage.commit import (
 )
 from ucp_dcp.storage.index_file import IndexFile, write_index
 from ucp_dcp.storage.local import LocalStore
-from ucp_dcp.storage.manifest import MANIFEST, Manifest
+from ucp_dcp.storage.manifest import MANIFEST, FileDigest, Manifest
 
 from .dictstore import Crash, DictStore
 
@@ -132,12 +132,33 @@ def test_crash_after_every_change(old, new_stock, overwrite):
         if count < committed:
             assert open_stock(store) in (old_stock, old_ours), where
 
+        # Collecting alone, even of what is young, takes away nothing that either reader needs.
+        swept = DictStore(store.files)
+        ours = open_ours(swept)
+        collect(swept, orphan_age=-1)
+        assert open_ours(swept) == ours, where
+        assert open_stock(swept) in allowed, where
+
         # A further save, and then the same with every crash left behind long ago.
         save(store, NEXT, overwrite=True, stock=True)
         assert (open_ours(store), open_stock(store)) == (NEXT, NEXT), where
         collect(store, orphan_age=-1)
         assert (open_ours(store), open_stock(store)) == (NEXT, NEXT), where
         assert {p.split("/")[0] for p in store.files} - {"__0_0.distcp"} == {MANIFEST, METADATA, NEXT}, where
+
+
+def test_begin_finishes_what_a_crash_left():
+    store, older = _saved(OLD), stock_bytes("older", ["x"])
+    store.put("x", b"data of older")
+    manifest = read_manifest(store).with_metadata(read_manifest(store).metadata, FileDigest.of(older))
+    store.put(MANIFEST, manifest.to_bytes())
+    store.put(METADATA, older)
+    assert open_stock(store) == "older"
+    with pytest.raises(CheckpointExistsError):
+        begin(store, overwrite=False)
+    assert open_stock(store) == "older"  # an error changes nothing
+    assert begin(store, overwrite=True).previous == manifest
+    assert open_stock(store) == OLD
 
 
 def test_order_of_a_commit():
@@ -452,3 +473,30 @@ def test_a_huge_manifest_is_not_read():
 
     with pytest.raises(CorruptCheckpointError, match="at most"):
         read_manifest(Huge({MANIFEST: b""}))
+
+
+def test_collect_what_a_killed_put_leaves_behind(tmp_path, monkeypatch):
+    """The names of LocalStore's temporary files are those that collect() knows."""
+    store = LocalStore(tmp_path)
+    save(store, OLD)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", kill)
+        patch.setattr("os.unlink", lambda path: None)  # the process is gone, so nothing cleans up
+        for path in (MANIFEST, METADATA):
+            with pytest.raises(Killed):
+                store.put(path, b"half")
+    names = {e.path for e in store.list("")}
+    assert len([n for n in names if n.endswith(".tmp")]) == 2
+    assert open_ours(store) == open_stock(store) == OLD
+    collect(store)
+    assert {e.path for e in store.list("")} == names
+    collect(store, orphan_age=-60)
+    assert not [e.path for e in store.list("") if e.path.endswith(".tmp")]
+    assert open_ours(store) == open_stock(store) == OLD

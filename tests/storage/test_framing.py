@@ -168,6 +168,17 @@ def test_more_than_4_gib(tmp_path, around):
     assert tensor.shape == (size,) and tensor[-3:].tolist() == [1, 2, 3] and tensor[:5].tolist() == [0] * 5
 
 
+@pytest.mark.parametrize("directory_at", [0xFFFFFFFE, 0xFFFFFFFF, 0x100000000])
+def test_directory_at_4_gib(directory_at):
+    """The payload is just below the limit, the central directory just at it: only the end record needs zip64."""
+    size = directory_at - 16 - tensor_frame("uint8", (0xFFFFF000,)).payload_offset
+    frame = tensor_frame("uint8", (size,))
+    assert frame.payload_offset + size + 16 == directory_at
+    assert (b"PK\6\6" in frame.tail, b"PK\6\7" in frame.tail) == ((True, True) if directory_at >= 0xFFFFFFFF else (False, False))
+    (stated,) = struct.unpack_from("<I", frame.tail, len(frame.tail) - 6)
+    assert stated == min(directory_at, 0xFFFFFFFF)
+
+
 def test_a_claim_of_exabytes_costs_nothing():
     frame = tensor_frame("float32", (1 << 40, 1 << 19))
     assert frame.payload_length == 1 << 61 and len(frame.head) + len(frame.tail) < 2048

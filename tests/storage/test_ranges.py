@@ -84,6 +84,11 @@ def test_examples():
     out = coalesce([100, 0, 10], [5, 10, 20], gap=0, max_length=1000)
     assert out.group_start.tolist() == [0, 100] and out.group_length.tolist() == [30, 5]
     assert out.member_group.tolist() == [1, 0, 0] and out.member_offset.tolist() == [0, 0, 10]
+    assert coalesce([0, 5], [5, 6], gap=0, max_length=11).group_length.tolist() == [11]
+    assert coalesce([0, 5], [5, 6], gap=0, max_length=10).group_length.tolist() == [5, 6]
+    assert coalesce([0, 7], [5, 5], gap=2, max_length=99).group_length.tolist() == [12]
+    assert coalesce([0, 7], [5, 5], gap=1, max_length=99).group_length.tolist() == [5, 5]
+    assert coalesce([0, 5, 60], [90, 10, 20], gap=0, max_length=10).group_length.tolist() == [90]  # free inside a larger one
     assert coalesce([], [], 0, 1).group_start.tolist() == []
 
 
