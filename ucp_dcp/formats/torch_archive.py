@@ -51,12 +51,15 @@ def load_value(
     length: int | None = None,
     allow_classes: Iterable[type] = (),
     select: Sequence[str | int] = (),
+    stubs: StubTable | None = None,
     what: str | None = None,
 ) -> Any:
     """The object of the archive in bytes ``start .. start + length`` of a file (default: to its end), with real CPU tensors.
 
-    ``select`` is a path of keys into the object: only that part is read. Raises as :func:`open_archive` does.
+    ``select`` is a path of keys into the object: only that part is read; ``stubs`` are stand-ins for classes elsewhere in it.
+    Raises as :func:`open_archive` does.
     """
     if length is None:
         length = store.size(path) - start
-    return read_values(_reader(store, path, start), length, what=what or path, allow_classes=allow_classes, select=select)
+    read = _reader(store, path, start)
+    return read_values(read, length, what=what or path, allow_classes=allow_classes, select=select, stubs=stubs)

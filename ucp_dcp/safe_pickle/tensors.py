@@ -160,19 +160,20 @@ def read_values(
     what: str,
     allow_classes: Iterable[type] = (),
     select: Sequence[str | int] = (),
+    stubs: StubTable | None = None,
 ) -> Any:
     """The object of an archive with real CPU tensors.
 
     ``select`` is a path of keys and indices into the object: only the part there is returned and only its storages are read; classes
-    that are not allowed then matter in that part only. Raises as ``loads`` and ``archive_steps`` does, and CorruptCheckpointError when
-    there is no such part.
+    that are not allowed then matter in that part only, and ``stubs`` are stand-ins for the rest. Raises as ``loads`` and
+    ``archive_steps`` do, and CorruptCheckpointError when there is no such part.
     """
     import torch
 
     allow = tuple(allow_classes)
     archive = drive(archive_steps(length, what), read)
     sink = _References(archive, what)
-    tree = loads(archive.pickle, what=what, stubs=None, allow_classes=(), sink=sink, inert_unknown=True) if select else None
+    tree = loads(archive.pickle, what=what, stubs=stubs, sink=sink, inert_unknown=True) if select else None
     if select:
         wanted = {leaf.storage.key for leaf in iter_leaves(_at(tree, select, what), StoredTensor)}
         if allow:  # an allowed class may hold tensors where nobody can look
@@ -186,7 +187,9 @@ def read_values(
     parts = read([(storages[key].start, sizes[key]) for key in storages])
     buffers = {key: torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
                for key, part in zip(storages, parts, strict=True)}  # fmt: skip
-    value = loads(archive.pickle, what=what, allow_classes=allow, sink=_Values(archive, what, buffers), inert_unknown=bool(select))
+    value = loads(
+        archive.pickle, what=what, allow_classes=allow, sink=_Values(archive, what, buffers), stubs=stubs, inert_unknown=bool(select)
+    )
     if select:
         value = _at(value, select, what)
         stub = find_stub(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def iter_leaves(tree: Any, kind: type[T]) -> Iterator[T]:
 
 
 def is_plain(tree: Any, *, max_nodes: int = 100_000, max_depth: int = 64) -> bool:
-    """True when a tree holds only dicts with string keys, lists, tuples and JSON-like scalars, within the bounds.
+    """True when a tree holds only dicts with string or integer keys, lists and scalars, within the bounds. Tuples are not plain.
 
     Shared parts count as often as they appear, because writing the tree out would repeat them; so a tree that contains itself is not plain.
     """
@@ -66,16 +66,16 @@ def is_plain(tree: Any, *, max_nodes: int = 100_000, max_depth: int = 64) -> boo
     while todo:
         x, depth = todo.pop()
         count += 1
-        if depth > max_depth or count + len(todo) + (len(x) if isinstance(x, (dict, list, tuple)) else 0) > max_nodes:
+        if depth > max_depth or count + len(todo) + (len(x) if isinstance(x, (dict, list)) else 0) > max_nodes:
             return False
         if type(x) is int:
             if not -(2**63) <= x < 2**64:
                 return False
-        elif type(x) in (dict, OrderedDict, defaultdict):
-            if not all(type(k) is str for k in x):
+        elif type(x) is dict:
+            if not all(type(k) in (str, int) for k in x):
                 return False
             todo.extend((v, depth + 1) for v in x.values())
-        elif type(x) in (list, tuple):
+        elif type(x) is list:
             todo.extend((v, depth + 1) for v in x)
         elif type(x) not in _SCALARS:
             return False

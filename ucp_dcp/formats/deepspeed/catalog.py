@@ -16,6 +16,7 @@ from ...storage.store import Store
 from ..source import Source
 from ..torch_archive import load_value
 from .flat import Pieces, pieces_of_group, pieces_of_subgroup
+from .parse import stand_in
 from .ranks import Ranks, order_ranks
 
 __all__ = ["DeepSpeedSource", "catalog_from_records"]
@@ -38,7 +39,9 @@ class DeepSpeedSource(Source):
         if row.encoding == "inline" or select is None:
             return super().read_object(row, allow_classes)
         path = self.catalog.files[row.file].path
-        return load_value(self.store, path, allow_classes=allow_classes, select=select, what=f"object {row.key!r} in {path}")
+        return load_value(
+            self.store, path, allow_classes=allow_classes, select=select, stubs=stand_in, what=f"object {row.key!r} in {path}"
+        )
 
 
 def catalog_from_records(records: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[Catalog, dict[str, Select], dict[str, Any]]:

@@ -18,7 +18,7 @@ from ...safe_pickle import EnumStub, StoredTensor, Stub, is_plain
 from ...storage.store import Range, Store
 from ..torch_archive import Tree, open_archive
 
-__all__ = ["parse_file"]
+__all__ = ["parse_file", "stand_in"]
 
 _ENGINE_KEYS = frozenset(
     (
@@ -39,7 +39,7 @@ def parse_file(store: Store, path: str) -> dict[str, Any]:
 
     Raises CorruptCheckpointError, UnsafePickleError, UnsupportedError naming the file, StoreError.
     """
-    tree = open_archive(store, path, stubs=_stand_in, inert_unknown=True)
+    tree = open_archive(store, path, stubs=stand_in, inert_unknown=True)
     if not isinstance(tree.value, dict):
         raise FormatError(f"{path}: holds a {type(tree.value).__name__}, expected the dict that DeepSpeed writes")
     if "optimizer_state_dict" in tree.value:
@@ -49,7 +49,8 @@ def parse_file(store: Store, path: str) -> dict[str, Any]:
     raise FormatError(f"{path}: neither model states nor optimizer states of DeepSpeed; keys: {', '.join(map(str, list(tree.value)[:8]))}")
 
 
-def _stand_in(module: str, name: str) -> type[Stub] | None:
+def stand_in(module: str, name: str) -> type[Stub] | None:
+    """Inert stand-ins for DeepSpeed's own classes."""
     if module == "deepspeed" or module.startswith("deepspeed."):
         return EnumStub if name.endswith("Enum") else Stub
     return None
