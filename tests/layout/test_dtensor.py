@@ -347,6 +347,35 @@ def test_sharded_tensor(fake_world: Any) -> None:
         collect({"model": {"w": value}})
 
 
+def test_nested_sharded_tensor(fake_world: Any) -> None:
+    """FSDP1 over TP: the outer shard's tensor is a ShardedTensor whose offsets count inside it."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
+
+    def sharded(tensor: Any, offset: list[int], size: list[int], whole: tuple[int, ...]) -> ShardedTensor:
+        rest = ShardMetadata([0, 0], [whole[0] - size[0], size[1]], "rank:1/cpu") if offset[0] else None
+        here = ShardMetadata(offset, size, "rank:0/cpu")
+        meta = ShardedTensorMetadata([here] if rest is None else [rest, here], torch.Size(whole), TensorProperties(dtype=torch.float32))
+        return ShardedTensor._init_from_local_shards_and_global_metadata([LocalShard(torch.ones(size), here)], meta)
+
+    fake_world(0, 2)
+    inner = sharded(None, [1, 0], [2, 4], (3, 4))
+    outer = sharded(None, [3, 0], [3, 4], (6, 4))
+    outer.local_shards()[0].tensor = inner
+    (f,) = collect({"w": outer}).fragments
+    assert (f.shape, f.box) == ((6, 4), Box((4, 0), (2, 4)))
+
+
+def test_ranks_beyond_the_layout_may_be_replicas(fake_world: Any) -> None:
+    """Two ranks that no axis tells apart hold the same, as far as the layout knows."""
+    layout = layout_of([rule("w", ("tp", "Shard", {"dim": 0}))], {"tp": (0, 2)})
+    for size, replicated in ((2, False), (4, True)):
+        fake_world(0, size)
+        (f,) = layout.fragments({"model": {"w": torch.zeros(2)}})
+        assert f.replicated is replicated
+
+
 def test_unknown_placement() -> None:
     class Odd:
         def is_replicate(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from ucp_dcp.errors import LayoutError, SpecError
 from ucp_dcp.patterns import Average, Flat, FlatBuffer, Pad, Permute, Replicate, Shard, Stack, Unique
 from ucp_dcp.spec import LayoutSpec, check_variables, lint, ready_specs
+from ucp_dcp.spec.model import SIGNATURES
 
 SCHEMA = json.loads((resources.files("ucp_dcp") / "specs" / "schema.json").read_text("utf-8"))
 
@@ -241,6 +243,18 @@ def test_ready_specs_are_clean_and_fit_the_schema(name: str) -> None:
     jsonschema.validate(yaml.safe_load(text), SCHEMA)
     for variable in spec.variables.values():
         assert variable.doc, f"{name}: variable {variable.name} is not explained"
+
+
+def test_the_example_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "language.md").read_text("utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    spec = LayoutSpec.parse(example)
+    jsonschema.validate(yaml.safe_load(example), SCHEMA)
+    assert lint(spec) == []
+    for name in ready_specs():
+        assert f"`{name}`" in text
+    for kind in SIGNATURES:
+        assert f"{kind}(" in text, f"{kind} is not explained"
 
 
 def test_ready_names() -> None:

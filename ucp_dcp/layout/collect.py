@@ -451,8 +451,9 @@ class _Collector:
 
     def object_rule(self, names: _Names, root: str) -> Bound | None:
         assert self.layout is not None
-        if not any(rule.rename is not None for rule, _ in self.layout.candidates(names.name)):
-            return None
+        rules = [rule for rule, _ in self.layout.candidates(names.name)]
+        if all(rule.rename is None for rule in rules) or any(rule.number in self.by_shape for rule in rules):
+            return None  # nothing to rename, or a rule about shapes, which an object has not
         return self.layout.bind(root, names.name, shape_of=lambda _: None, local_shape=None, optional=True)
 
     def finish(self, leaves: Sequence[_Placed]) -> Collected:
