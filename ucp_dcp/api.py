@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .errors import UCPError
 from .layout import Layout
@@ -63,7 +64,7 @@ def save(
         url, overwrite=overwrite, stock_metadata=stock_metadata, provenance=provenance, storage_options=storage_options
     )
     try:
-        dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+        dcp_save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:
         # every rank has reported by now, so nobody writes into the failed generation any more
         writer.abandon()
@@ -108,7 +109,7 @@ def load(
     )
     reader = UCPStorageReader(url, process_group=_group(process_group, no_dist), prefer=prefer, storage_options=storage_options)
     try:
-        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+        dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:
         _raise_cause(error)
     return planner.report

@@ -58,7 +58,7 @@ class _Pending:
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _slabs(copy: Copy, itemsize: int) -> Iterator[Copy]:
@@ -140,7 +140,7 @@ def _plan_copy(
         scratch = torch.empty(span, dtype=torch.uint8)
         view = scratch[: span - span % width].view(dtype).as_strided(size, tuple(strides))
         pending.ranges.append(Range(path, start, span))
-        pending.into.append(memoryview(scratch.numpy()))
+        pending.into.append(scratch.numpy().data)
         pending.finish.append((view, destination))
         pending.scratch += span
         return
@@ -151,7 +151,7 @@ def _plan_copy(
         inverse = [run.dims.index(d) for d in range(len(size))]
         pending.finish.append((packed.permute(inverse).expand(size), destination))
         pending.scratch += stored
-        memory = memoryview(scratch.numpy())
+        memory = scratch.numpy().data
     for k, begin in enumerate(begins.tolist()):
         pending.ranges.append(Range(path, start + begin, length))
         pending.into.append(memory[k * length : (k + 1) * length])

@@ -24,7 +24,7 @@ _SAMPLES_PER_DIM = 32
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_digest(view: torch.Tensor, mode: CheckReplicas) -> int | None:

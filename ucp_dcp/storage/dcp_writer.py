@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -160,9 +160,10 @@ class UCPStorageWriter(StorageWriter):
             raise PlanError(f"write_data got {type(order).__name__} instead of this writer's order")
         path = f"{order.generation}/__{order.rank}_0.distcp"
         results: list[Any] = []
+        tensors: Iterator[tuple[Any, torch.Tensor]]
+        objects: Iterator[tuple[Any, bytes]]
         if isinstance(planner, UCPSavePlanner):
-            tensors = ((None, view) for _, view in planner.payloads())
-            objects = ((None, data) for _, data in planner.object_payloads())
+            tensors, objects = planner.payloads(), planner.object_payloads()
         else:
             tensors, objects = _foreign_items(plan, planner)
         written = _write_file(self._store, path, order, tensors, objects)
@@ -301,10 +302,20 @@ def _foreign_items(plan: SavePlan, planner: SavePlanner) -> tuple[Iterator[tuple
     objects = [i for i in plan.items if i.type == WriteItemType.BYTE_IO]
     tensors.sort(key=lambda i: (i.index.fqn, tuple(i.index.offset or ())))
     objects.sort(key=lambda i: i.index.fqn)
-    return (
-        ((i.index, planner.resolve_data(i)) for i in tensors),
-        ((i.index, planner.resolve_data(i).getvalue()) for i in objects),
-    )
+
+    def resolve(item: WriteItem) -> torch.Tensor:
+        data = planner.resolve_data(item)
+        if not isinstance(data, torch.Tensor):
+            raise PlanError(f"{item.index.fqn!r}: the planner gives a {type(data).__name__} for a tensor item")
+        return data
+
+    def resolve_bytes(item: WriteItem) -> bytes:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            raise PlanError(f"{item.index.fqn!r}: the planner gives a tensor for a bytes item")
+        return data.getvalue()
+
+    return ((i.index, resolve(i)) for i in tensors), ((i.index, resolve_bytes(i)) for i in objects)
 
 
 def _write_file(
@@ -376,7 +387,7 @@ def _write_payload(writer: Writer, view: torch.Tensor) -> None:
     plain = view.device.type == "cpu" and view.is_contiguous() and not view.is_conj() and not view.is_neg()
     if plain or nbytes <= _SLAB or view.dim() == 0:
         flat = view.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-        writer.write(memoryview(flat.view(torch.uint8).numpy()))
+        writer.write(flat.view(torch.uint8).numpy().data)
         return
     if view.shape[0] == 1:
         _write_payload(writer, view[0])

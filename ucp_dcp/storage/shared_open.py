@@ -32,9 +32,9 @@ def open_shared(store: Store, group: dist.ProcessGroup, *, prefer: Literal["ucp"
                 break
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, (mine, failed), group=group)
-        for _, error in everyone:
-            if error is not None:
-                raise error
+        for _, cause in everyone:
+            if cause is not None:
+                raise cause
         records: dict[int, Any] = {}
         for part, _ in everyone:
             records.update(part)
