@@ -33,7 +33,7 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.stamp-test $@
 
 demo: $(VENV)/.stamp-test
-	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/python examples/zero_to_mesh/demo.py $(ARGS)
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(ARGS)

@@ -87,6 +87,17 @@ def test_stock_checkpoint_and_names_that_would_steer_the_terminal(stock: Path) -
     assert full["format"] == "dcp" and full["generation"] is None and full["parameters"] is None and full["roles"] == {"plain": 3}
 
 
+def test_deepspeed_where_it_lies() -> None:
+    folder = Path(__file__).parent.parent / "data" / "deepspeed" / "z1_bf16_w3"
+    full = json.loads(ucp("show", folder, "--json", "--tensors").stdout)
+    assert full["format"] == "deepspeed" and full["generation"] is None
+    weights = {t["fqn"]: t for t in full["tensor_list"] if t["role"] == "weight"}
+    masters = {t["fqn"]: t for t in full["tensor_list"] if t["role"] == "master"}
+    assert weights and weights.keys() == masters.keys()
+    assert {t["dtype"] for t in weights.values()} == {"bfloat16"} and {t["dtype"] for t in masters.values()} == {"float32"}
+    assert full["parameters"] == sum(t["bytes"] // 2 for t in weights.values()) == sum(t["bytes"] // 4 for t in masters.values())
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",), ("--tensors",)])
 def test_errors_are_one_line_on_stderr(tmp_path: Path, flags: tuple[str, ...]) -> None:
     shown = ucp("show", tmp_path / "nothing here", *flags)

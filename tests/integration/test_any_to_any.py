@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,8 @@ def saved(ranks, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product([*NAMES, "ddp", "fsdp3"], [*NAMES, "ddp", "fsdp1", "fsdp2", "fsdp3", "fsdp4"])))
+@pytest.mark.parametrize("target", [*NAMES, "ddp", "fsdp1", "fsdp2", "fsdp3", "fsdp4"])
+@pytest.mark.parametrize("source", [*NAMES, "ddp", "fsdp3"])
 def test_every_layout_loads_under_every_other(ranks, saved, source: str, target: str) -> None:
     for rank, (differences, report) in enumerate(ranks.run(worlds.WORLDS[target].ranks, load_as, target, str(saved / source))):
         assert differences == [], f"rank {rank}"

@@ -1,6 +1,7 @@
 """One small job seen by four ranks under several layouts, each cut by hand in torch (nothing here uses the package's geometry or layout).
 
-``truth()`` is the whole state; ``World.build(rank, fill)`` is the state dict of one rank: with ``fill`` cut from the truth, else zeros of the same form.
+``truth()`` is the whole state; ``World.build(rank, fill)`` is the state dict of one rank: with ``fill`` cut from the truth, else zeros of
+the same form.
 ``World.planner_args(rank)`` is what a user would give our planners for it.
 """
 
@@ -67,7 +68,8 @@ def _nest(values: Callable[[str, str], Any], names: list[str], fill: bool) -> di
     for fqn in names:
         state[fqn] = {s: values(fqn, s) for s in STATES}
         state[fqn]["step"] = torch.tensor(STEP if fill else 0.0)
-    extra = {"iteration": OBJECTS["iteration"], "args": dict(OBJECTS["args"])} if fill else {"iteration": 0, "args": {"lr": 0.0, "betas": None, "name": ""}}
+    blank = {"iteration": 0, "args": {"lr": 0.0, "betas": None, "name": ""}}
+    extra = {"iteration": OBJECTS["iteration"], "args": dict(OBJECTS["args"])} if fill else blank
     return {"model": model, "optimizer": {"state": state}, **extra}
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ..catalog import Catalog, ObjectRow
-from ..dtypes import NAMES, name_of
+from ..dtypes import name_of
 from ..errors import (
     CoverageError,
     MissingKeysError,
@@ -68,14 +68,14 @@ class _Wanted:
 
 
 class UCPLoadPlanner(LoadPlanner):
-    """Plans a load into DTensors, ShardedTensors, CheckpointableTensors, plain tensors, objects, and fragments described by a layout, in place.
+    """Plans a load, in place, into DTensors, ShardedTensors, CheckpointableTensors, plain tensors, objects, and fragments of a layout.
 
     Use it with ``dcp.load`` and :class:`ucp_dcp.UCPStorageReader` (any format) or DCP's own readers.
 
     Args:
         layout, roots: as for :class:`UCPSavePlanner`.
-        strict: True: every wanted tensor must be there, with its shape, fully covered; stored things nobody wants are reported. ``"exact"``:
-            those are an error too. False: load what can be loaded, report the rest.
+        strict: True: every wanted tensor must be there, with its shape, fully covered; stored things nobody wants are reported.
+            ``"exact"``: those are an error too. False: load what can be loaded, report the rest.
         include, exclude: name globs (``*`` inside a dotted segment, ``**`` across) over the keys of the state dict; what they leave out
             is not touched.
         rename: key in the state dict -> key (or canonical name) in the checkpoint; a mapping or a function returning None for "same".
@@ -213,7 +213,8 @@ class UCPLoadPlanner(LoadPlanner):
         if self.strict == "exact" and not used.all():
             names = [*catalog.keys, *(row.key for row in catalog.objects)]
             extra = [names[i] for i in np.flatnonzero(~used).tolist()]
-            raise PlanError(f"strict='exact': the checkpoint holds {len(extra)} things nobody wants: " + ", ".join(map(repr, extra[:_SHOWN])))
+            shown = ", ".join(map(repr, extra[:_SHOWN]))
+            raise PlanError(f"strict='exact': the checkpoint holds {len(extra)} things nobody wants: {shown}")
         unused = np.packbits(~used).tobytes()
         return [LoadPlan(items=[], storage_data=p.storage_data, planner_data=LoadOrder(i, unused)) for i, p in enumerate(global_plan)]
 
@@ -307,7 +308,8 @@ class UCPLoadPlanner(LoadPlanner):
             if fragments[0].view.numel() == 1 and _numel(row.shape) == 1 and len(fragments) == 1 and _numel(fragments[0].shape) == 1:
                 fragments = [_reshaped(fragments[0], row.shape)]
             else:
-                raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {tuple(fragments[0].shape)}, but {row.key!r} is stored as {row.shape}")
+                wanted_shape = tuple(fragments[0].shape)
+                raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {wanted_shape}, but {row.key!r} is stored as {row.shape}")
         wanted_dtype = name_of(fragments[0].view.dtype)
         cast = check_cast(key, row.dtype, wanted_dtype, self.dtype)
         _check_groups(row.key, row.index, catalog)

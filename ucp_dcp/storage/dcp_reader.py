@@ -33,8 +33,8 @@ class UCPStorageReader(StorageReader):
 
     Args:
         url: a local path, ``file://`` or any fsspec URL.
-        process_group: a foreign checkpoint is parsed once across the ranks of this group (every rank of it must then read); without it every rank
-            parses alone. ``ucp_dcp.load`` passes the group of the load.
+        process_group: a foreign checkpoint is parsed once across the ranks of this group (every rank of it must then read); without it
+            every rank parses alone. ``ucp_dcp.load`` passes the group of the load.
         prefer: which checkpoint to open when a plain ``dcp.save`` wrote over ours: ``"ucp"`` or ``"stock"``; without it that is an error.
         gap: runs of one chunk that are at most this many bytes apart are read in one range (at most twice the wanted bytes).
         storage_options: for the fsspec filesystem.

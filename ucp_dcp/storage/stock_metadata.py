@@ -1,8 +1,8 @@
 """The stock ``.metadata`` of a large save, written as pickle opcodes straight from columns.
 
-A save of 873 tensors on 256 ranks has 223,488 chunks; making DCP's ``ChunkStorageMetadata``, ``MetadataIndex`` and ``_StorageInfo`` objects for them and
-pickling those takes the coordinator several times as long as all of its planning. The bytes written here unpickle to exactly the object that stock
-code would have pickled (a test compares), and name no class outside torch.
+A save of 873 tensors on 256 ranks has 223,488 chunks; making DCP's ``ChunkStorageMetadata``, ``MetadataIndex`` and ``_StorageInfo``
+objects for them and pickling those takes the coordinator several times as long as all of its planning. The bytes written here unpickle to
+exactly the object that stock code would have pickled (a test compares), and name no class outside torch.
 """
 
 from __future__ import annotations
@@ -131,7 +131,14 @@ def stock_metadata_bytes(
         key[t]
         + _object(
             tensor_cls,
-            word["properties"] + properties[row.dtype] + word["size"] + size(row.shape) + word["chunks"] + b"](" + b"".join(tensors[t]) + b"e",
+            word["properties"]
+            + properties[row.dtype]
+            + word["size"]
+            + size(row.shape)
+            + word["chunks"]
+            + b"]("
+            + b"".join(tensors[t])
+            + b"e",
         )
         for t, row in enumerate(planned.rows)
     ]
