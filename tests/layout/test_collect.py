@@ -250,6 +250,22 @@ def test_tensor_without_elements_is_known() -> None:
     assert f.shape == (0, 4) and f.box.empty and f.view.shape == f.box.size
 
 
+def test_conjugate_views_keep_their_values() -> None:
+    value = torch.tensor([1 + 2j, 3 - 1j, 5 + 0j]).conj()
+    layout = layout_of([rule("w", ("dp", "Flat", {}))], {"dp": (1, 2)}, shapes={"w": (5,)})
+    (f,) = layout.fragments({"model": {"w": value}})
+    assert f.view.resolve_conj().tolist() == [1 - 2j, 3 + 1j]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_wrapper_prefixes_are_renamed_away(prefix: str) -> None:
+    """C05, C07: a global name has no wrapper in it."""
+    rules = [rule(prefix + "**", rename="**"), rule("flat")]
+    layout = layout_of(rules, {"dp": (0, 1)})
+    state = {"model": {prefix + "a.w": torch.ones(1)}, "optimizer": {"state": {prefix + "a.w": {"m": torch.ones(1)}}}}
+    assert {f.key for f in collect(state, layout=layout).fragments} == {"model.a.w", "optimizer.state.a.w.m"}
+
+
 def test_parameters_are_views_without_gradient() -> None:
     value = torch.nn.Parameter(torch.arange(4.0))
     layout = layout_of([rule("w", ("tp", "Shard", {"dim": 0}))], {"tp": (0, 2)})

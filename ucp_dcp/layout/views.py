@@ -25,6 +25,8 @@ def at_box(like: Fragment, box: Box, memory: torch.Tensor) -> Fragment:
 
 def view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The piece as a view of the local tensor, whatever strides that has."""
+    if piece.size == local.shape and all(d == k and factor == 1 for k, (d, factor) in enumerate(piece.strides)):
+        return local  # all of it: also right for tensor subclasses that have no strides
     stride = local.stride()
     offset = local.storage_offset() + sum(i * s for i, s in zip(piece.at, stride, strict=True))
     return local.as_strided(piece.size, tuple(stride[d] * factor if d >= 0 else 1 for d, factor in piece.strides), offset)
