@@ -419,6 +419,7 @@ def test_all_opcodes_of_this_python_are_decided_upon() -> None:
     assert pickle.HIGHEST_PROTOCOL == 5 and len(pickletools.opcodes) == 68
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_unsupported_dtypes_are_named() -> None:
     buffer = io.BytesIO()
     torch.save(torch.sparse_coo_tensor([[0]], [1.0], (2,)), buffer)

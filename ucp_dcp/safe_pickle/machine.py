@@ -162,9 +162,7 @@ class Machine:
 
     def _build(self, target: Any, state: Any) -> None:
         kind = type(target)
-        if isinstance(target, Stub):
-            target.state = state
-        elif kind is collections.OrderedDict:
+        if kind is collections.OrderedDict:
             if not isinstance(state, dict) or set(state) - {"_metadata"}:
                 raise UnsafePickleError(f"{self.what}: attributes of an OrderedDict: {state!r:.80}")
             if state:  # what torch.nn.Module.state_dict() attaches: version numbers of the modules
@@ -279,20 +277,14 @@ class Machine:
         while True:
             op = data[pos]
             pos += 1
-            # The opcodes of tables of chunks and state dicts come first.
-            if op == 0x71:  # BINPUT
-                memo[data[pos]] = stack[-1]
-                pos += 1
-            elif op == 0x94:  # MEMOIZE
+            # In the order of how often they occur in the metadata of a large checkpoint.
+            if op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif op == 0x68:  # BINGET
                 append(memo[data[pos]])
                 pos += 1
             elif op == 0x6A:  # LONG_BINGET
                 append(memo[_U32.unpack_from(data, pos)[0]])
-                pos += 4
-            elif op == 0x72:  # LONG_BINPUT
-                memo[_U32.unpack_from(data, pos)[0]] = stack[-1]
                 pos += 4
             elif op == 0x4B:  # BININT1
                 append(data[pos])
@@ -303,6 +295,38 @@ class Machine:
             elif op == 0x4A:  # BININT
                 append(_I32.unpack_from(data, pos)[0])
                 pos += 4
+            elif op == 0x86:  # TUPLE2
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif op == 0x52:  # REDUCE
+                args = pop()
+                stack[-1] = self.call(stack[-1], args)
+            elif op == 0x81:  # NEWOBJ
+                args = pop()
+                cls = stack[-1]
+                # as in new(), without a call: most objects of large pickles are stand-ins
+                stack[-1] = (
+                    cls.cls(cls.module, cls.name, args) if type(cls) is StubClass and type(args) is tuple else self.new(cls, args, None)
+                )
+            elif op == 0x29:  # EMPTY_TUPLE
+                append(())
+            elif op == 0x7D:  # EMPTY_DICT
+                append({})
+            elif op == 0x28:  # MARK
+                marks.append(len(stack))
+            elif op == 0x75:  # SETITEMS
+                items = self.cut()
+                self.set_items(stack[-1], items)
+            elif op == 0x62:  # BUILD
+                state = pop()
+                if isinstance(stack[-1], Stub):
+                    stack[-1].state = state
+                else:
+                    self._build(stack[-1], state)
+            elif op == 0x61:  # APPEND
+                value = pop()
+                self._extend(stack[-1], [value])
             elif op == 0x58 or op == 0x8C or op == 0x8D:  # BINUNICODE, SHORT_BINUNICODE, BINUNICODE8
                 if op == 0x58:
                     size = _U32.unpack_from(data, pos)[0]
@@ -317,32 +341,16 @@ class Machine:
                     self.take(pos, size)
                 append(data[pos : pos + size].decode("utf-8", "surrogatepass"))
                 pos += size
-            elif op == 0x28:  # MARK
-                marks.append(len(stack))
-            elif op == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
-            elif op == 0x86:  # TUPLE2
-                stack[-2:] = [(stack[-2], stack[-1])]
+            elif op == 0x71:  # BINPUT
+                memo[data[pos]] = stack[-1]
+                pos += 1
+            elif op == 0x72:  # LONG_BINPUT
+                memo[_U32.unpack_from(data, pos)[0]] = stack[-1]
+                pos += 4
             elif op == 0x87:  # TUPLE3
                 stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
             elif op == 0x74:  # TUPLE
                 append(tuple(self.cut()))
-            elif op == 0x29:  # EMPTY_TUPLE
-                append(())
-            elif op == 0x52:  # REDUCE
-                args = pop()
-                stack[-1] = self.call(stack[-1], args)
-            elif op == 0x81:  # NEWOBJ
-                args = pop()
-                stack[-1] = self.new(stack[-1], args, None)
-            elif op == 0x62:  # BUILD
-                state = pop()
-                self._build(stack[-1], state)
-            elif op == 0x7D:  # EMPTY_DICT
-                append({})
-            elif op == 0x75:  # SETITEMS
-                items = self.cut()
-                self.set_items(stack[-1], items)
             elif op == 0x73:  # SETITEM
                 value = pop()
                 key = pop()
@@ -352,9 +360,6 @@ class Machine:
             elif op == 0x65:  # APPENDS
                 items = self.cut()
                 self._extend(stack[-1], items)
-            elif op == 0x61:  # APPEND
-                value = pop()
-                self._extend(stack[-1], [value])
             elif op == 0x4E:  # NONE
                 append(None)
             elif op == 0x88:  # NEWTRUE
