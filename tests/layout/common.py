@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -20,9 +21,11 @@ THOROUGH = os.environ.get("UCP_HYPOTHESIS") == "thorough"
 
 def examples(n: int) -> Any:
     """Settings with ``n`` examples, twenty times as many with UCP_HYPOTHESIS=thorough."""
-    return settings(
+    chosen = settings(
         max_examples=n * 20 if THOROUGH else n, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
     )
+    limit = pytest.mark.timeout(7200 if THOROUGH else 120)
+    return lambda test: limit(chosen(test))
 
 
 def layout_of(
