@@ -1,4 +1,4 @@
-"""The verbs: ``save`` and ``load`` of a whole state dict, with this package's planners and storage, raising this package's errors on all ranks."""
+"""The verbs: ``save`` and ``load`` of a state dict with this package's planners and storage, raising this package's errors on all ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def save(
 ) -> None:
     """Save a state dict as a universal checkpoint. Collective over ``process_group`` (default: all ranks; one process without a group).
 
-    Arguments are those of :class:`UCPSavePlanner` and :class:`UCPStorageWriter`. Raises their errors, the same on all ranks; after an error the
-    checkpoint that lay there before is still complete.
+    Arguments are those of :class:`UCPSavePlanner` and :class:`UCPStorageWriter`. Raises their errors, the same on all ranks; after an
+    error the checkpoint that lay there before is still complete.
     """
     planner = UCPSavePlanner(layout=layout, roots=roots, check_replicas=check_replicas, process_group=_group(process_group, no_dist))
     writer = UCPStorageWriter(
@@ -92,8 +92,8 @@ def load(
 ) -> LoadReport:
     """Load into a state dict, in place, from any checkpoint this package can open. Collective over ``process_group``.
 
-    Arguments are those of :class:`UCPLoadPlanner` and :class:`UCPStorageReader`. Returns this rank's report. Raises their errors, the same on all
-    ranks, before any destination is touched.
+    Arguments are those of :class:`UCPLoadPlanner` and :class:`UCPStorageReader`. Returns this rank's report. Raises their errors, the
+    same on all ranks, before any destination is touched.
     """
     planner = UCPLoadPlanner(
         layout=layout,

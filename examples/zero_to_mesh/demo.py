@@ -1,4 +1,4 @@
-"""A real DeepSpeed ZeRO checkpoint, opened where it lies, onto an FSDP2 x TP mesh, saved with DCP, read back by stock torch and by another mesh.
+"""A real DeepSpeed ZeRO checkpoint, opened where it lies, onto an FSDP2 x TP mesh, saved with DCP, read by stock torch and by another mesh.
 
     make demo            (or: python examples/zero_to_mesh/demo.py)
 
@@ -187,7 +187,8 @@ def main() -> None:
     for file, box in zip(ckpt.catalog.chunk_file[low:high].tolist(), master.chunks, strict=True):
         ranks.setdefault(file, []).append((box.offset, box.size))
     by_rank = [ranks[f] for f in sorted(ranks)]
-    console.print(picture(f"before: {PICTURED}", master.shape, by_rank, f"fp32 master in ZeRO: {master.pattern}; digit = file of a ZeRO rank"))
+    caption = f"fp32 master in ZeRO: {master.pattern}; digit = file of a ZeRO rank"
+    console.print(picture(f"before: {PICTURED}", master.shape, by_rank, caption))
 
     saved = out / "universal"
     first = on_mesh((2, 2), ("dp", "tp"), SOURCE, saved, out / "fsdp_tp")
@@ -207,7 +208,8 @@ def main() -> None:
     flat = {f"model.{fqn}": v["fp32"] for fqn, v in truth.items()}
     flat |= {f"optim.state.{fqn}.{s}": v[s] for fqn, v in truth.items() for s in ("exp_avg", "exp_avg_sq")}
     torch.save(flat, out / "truth_flat.pt")
-    stock = subprocess.run([sys.executable, "-W", "ignore", "-c", STOCK_READER, str(saved), str(out / "truth_flat.pt")], capture_output=True, text=True)
+    reader = [sys.executable, "-W", "ignore", "-c", STOCK_READER, str(saved), str(out / "truth_flat.pt")]
+    stock = subprocess.run(reader, capture_output=True, text=True)
     other = on_mesh((3,), ("dp",), saved, None, out / "fsdp3")
 
     proof = Table(title="3. Proof: equal bit for bit to what the DeepSpeed engine held", show_header=True)

@@ -1,4 +1,4 @@
-"""A small LLaMA-style model (RMSNorm, grouped-query attention, SwiGLU), the architecture of the checkpoint in ``data/``, on an FSDP2 x TP mesh."""
+"""A small LLaMA-style model (RMSNorm, grouped-query attention, SwiGLU), that of the checkpoint in ``data/``, on an FSDP2 x TP mesh."""
 
 from __future__ import annotations
 

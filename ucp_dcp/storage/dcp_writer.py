@@ -41,7 +41,10 @@ _SLAB = 64 << 20  # bytes copied at once from tensors whose memory is not the bo
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank wrote. ``offset``/``length``: of each item's first byte in the file and of the whole item; ``payload``: of its first element."""
+    """What one rank wrote.
+
+    ``offset``, ``length``: of each item's first byte in the file and of the whole item; ``payload``: of its first element.
+    """
 
     rank: int
     path: str
@@ -138,7 +141,8 @@ class UCPStorageWriter(StorageWriter):
         """Refuses ``use_collectives=False``: without a coordinator there is no commit."""
         if kwargs.get("use_collectives", True) is False:
             raise UnsupportedError(
-                "dcp.save(use_collectives=False) writes a checkpoint per rank that cannot be resharded; UCPStorageWriter needs a coordinator"
+                "dcp.save(use_collectives=False) writes a checkpoint per rank that cannot be resharded;"
+                " UCPStorageWriter needs a coordinator"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -192,13 +196,18 @@ class UCPStorageWriter(StorageWriter):
             "payload_crc32": False,
             **self.provenance,
         }
-        manifest = Manifest.new(generation=self._generation, index_path=index_path, index_size=size, sections=sections, provenance=provenance)
+        manifest = Manifest.new(
+            generation=self._generation, index_path=index_path, index_size=size, sections=sections, provenance=provenance
+        )
         commit(self._store, manifest, stock, begun=self._begun, overwrite=self.overwrite)
         self._generation = ""
         metadata.version = _STOCK_VERSION
 
     def abandon(self) -> None:
-        """Delete what a failed save wrote (coordinator; only once no rank writes any more). Does nothing after a commit or before a save."""
+        """Delete what a failed save wrote (coordinator; only once no rank writes any more).
+
+        Does nothing after a commit or before a save.
+        """
         if self._generation:
             abandon(self._store, self._generation)
             self._generation = ""
@@ -393,8 +402,8 @@ def _write_payload(writer: Writer, view: torch.Tensor) -> None:
         _write_payload(writer, view[0])
         return
     step = max(1, view.shape[0] * _SLAB // nbytes)
-    for begin in range(0, view.shape[0], step):
-        _write_payload(writer, view[begin : begin + step])
+    for start in range(0, view.shape[0], step):
+        _write_payload(writer, view[start : start + step])
 
 
 def _catalog_of(
