@@ -488,3 +488,11 @@ def test_megatron_gpt_spec_end_to_end() -> None:
     for fqn, value in full.items():
         assert torch.equal(stored[f"model.{fqn}"], value), fqn
         assert torch.equal(stored[f"optimizer.state.{fqn}.exp_avg"], value + 0.5), fqn
+
+
+def test_an_element_of_padding_is_no_tensor() -> None:
+    layout = layout_of(
+        [rule("w", (None, "Pad", {"dim": 0, "to": 4}), (None, "Stack", {"dim": 0, "index": 3}))], {"tp": (0, 1)}, shapes={"w": (3, 2)}
+    )
+    with pytest.raises(LayoutError, match="element 3 is padding"):
+        layout.fragments({"model": {"w": torch.zeros(2)}})

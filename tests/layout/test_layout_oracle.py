@@ -71,7 +71,7 @@ def layouts(draw: st.DrawFn, flat: bool = True, shape: tuple[int, ...] | None = 
             if kind == "Pad":
                 args["to"] = max(sizes) + draw(st.integers(0, 3))
             elif kind == "Stack":
-                if len(sizes) != 1 or not max(sizes) or any((a == PAD).any() for a in arrays.values()):
+                if len(sizes) != 1 or not max(sizes) or any(kind == "Pad" for _, kind, _ in steps):
                     continue
                 size = max(sizes)
                 if draw(st.booleans()):
