@@ -23,7 +23,8 @@ class Fragment:
     role, fqn, state: decision D6; fqn and state are "" for a plain tensor, state is "" for a master copy.
     shape: global logical shape, padding not counted. box: part of it; of size 0 when this rank holds none of the tensor's elements.
     view: tensor of shape ``box.size``, a view of local memory, never a copy; any strides.
-    replicated: other ranks may hold the same box. average: the copies drifted apart and the global value is their mean.
+    replicated: other ranks may hold the same box. average: axes over which the copies drifted apart; the
+        global value is their mean.
     writes: False for a copy that is loaded but must not be saved (``Average(state=first)`` at other coordinates than 0).
     pattern: how the tensor is divided, for people.
     """
@@ -37,7 +38,7 @@ class Fragment:
     box: Box
     view: torch.Tensor
     replicated: bool
-    average: bool = False
+    average: tuple[str, ...] = ()
     pattern: str = ""
     writes: bool = True
 

@@ -55,7 +55,7 @@ class Applied:
     dims: per dim of the current array (global dim, segments). fixed: (global dim, index) of dims that a Stack fixed to one index.
     flat: None while n-d, else segments over the flattened current array. even: the local length that trailing padding may fill up to.
     held: False when a Unique leaves the tensor to other coordinates. replicated: other coordinates hold the same elements.
-    average: the Average step, and average_first whether this is coordinate 0 of it.
+    average: the Average step, average_axes its axes, and average_first whether this is coordinate 0 of them.
     """
 
     global_shape: tuple[int, ...]
@@ -66,6 +66,7 @@ class Applied:
     held: bool = True
     average: Average | None = None
     average_first: bool = True
+    average_axes: tuple[str, ...] = ()
     replicated: bool = False
 
     @property
@@ -185,7 +186,8 @@ def _apply(state: Applied, step: AxisStep, k: int, n: int) -> tuple[Applied, boo
         case Average():
             if n == 1:
                 return state, False
-            return replace(state, average=pattern, average_first=state.average_first and k == 0), False
+            axes = (*state.average_axes, step.axis or "")
+            return replace(state, average=pattern, average_axes=axes, average_first=state.average_first and k == 0), False
         case Shard(dim=dim):
             d = _dim(state, step, dim)
             old = state.flat if state.flat is not None else state.dims[d][1]

@@ -58,17 +58,17 @@ def fit_buffer(plan: BufferPlan, local: torch.Tensor) -> tuple[Piece, ...]:
     )
 
 
-def average(applied: Applied, state: str, spec: StateSpec) -> tuple[bool, bool]:
-    """(average, writes) of a parameter's fragments (``state`` is "") or its state's. Raises LayoutError when the rule does not say."""
+def average(applied: Applied, state: str, spec: StateSpec) -> tuple[tuple[str, ...], bool]:
+    """(axes to average over, writes) of a parameter's fragments (``state`` is "") or its state's. Raises LayoutError when the rule does not say."""
     if applied.average is None:
-        return False, True
+        return (), True
     if not state or spec.master:
-        return True, True
+        return applied.average_axes, True
     match applied.average.state:
         case "mean":
-            return True, True
+            return applied.average_axes, True
         case "first":
-            return False, applied.average_first
+            return (), applied.average_first
     raise LayoutError(
         f"optimizer state {state!r} of an averaged parameter: its copies differ too; say Average(state=mean) or Average(state=first)"
     )

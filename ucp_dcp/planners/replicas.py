@@ -23,7 +23,7 @@ _SAMPLES_PER_DIM = 32
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 

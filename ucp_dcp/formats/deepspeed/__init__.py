@@ -23,12 +23,12 @@ __all__ = ["DeepSpeedSource", "Folder", "catalog_from_records", "find_folder", "
 def open_deepspeed(store: Store, folder: Folder, parse_all: Callable[[Sequence[str], Callable[[str], Any]], list[Any]]) -> DeepSpeedSource:
     """Open the checkpoint of a tag folder.
 
-    What is read: of each rank file the zip directory, the pickle and local headers; and the optimizer's 0-d numbers (``step``, 4 bytes
-    each). No byte of any other tensor, and nothing is written.
+    What is read: of each rank file the zip directory, the pickle and local headers. No tensor byte, and nothing is written. The first read of a
+    tensor compares the optimizer's 0-d numbers (``step``) of all ranks and raises CorruptCheckpointError when they are of two saves.
 
     Raises CorruptCheckpointError naming the file that is missing, truncated or does not fit the others; UnsupportedError naming what
     this version does not handle (model parallelism, MoE, pipeline, ...); UnsafePickleError; StoreError.
     """
     records = parse_all(folder.paths(), lambda path: parse_file(store, path))
-    catalog, selects, provenance = catalog_from_records(records, folder.prefix)
-    return DeepSpeedSource(catalog, store, {**provenance, "tag": folder.tag}, selects)
+    catalog, selects, provenance, twins = catalog_from_records(records, folder.prefix)
+    return DeepSpeedSource(catalog, store, {**provenance, "tag": folder.tag}, selects, twins)

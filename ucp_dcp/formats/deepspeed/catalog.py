@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...catalog import Catalog, CatalogBuilder, ObjectRow
-from ...dtypes import itemsize
+from ...dtypes import itemsize, torch_dtype
 from ...errors import CorruptCheckpointError, UnsupportedError
 from ...names import Role, canonical_name
-from ...storage.store import Store
-from ..source import Source
+from ...storage.store import Range, Store
+from ..source import Located, Source
 from ..torch_archive import load_value
 from .flat import Pieces, pieces_of_group, pieces_of_subgroup
 from .parse import stand_in
@@ -24,14 +25,41 @@ __all__ = ["DeepSpeedSource", "catalog_from_records"]
 Select = tuple[str | int, ...]
 Stored = tuple[int, str, tuple[int, ...], tuple[int, ...]]
 """A tensor in a record: byte offset, dtype name, shape, strides."""
+Twins = tuple[str, tuple[tuple[str, int, str], ...]]
+"""A number that every rank file holds: what it is, and (path, byte offset, dtype) of each copy."""
 
 
 class DeepSpeedSource(Source):
     """A DeepSpeed checkpoint. Objects that are not plain values stay in the rank file; ``read_object`` reads that part of it."""
 
-    def __init__(self, catalog: Catalog, store: Store, provenance: Mapping[str, Any], selects: Mapping[str, Select]) -> None:
+    def __init__(
+        self, catalog: Catalog, store: Store, provenance: Mapping[str, Any], selects: Mapping[str, Select], twins: Sequence[Twins] = ()
+    ) -> None:
         super().__init__(catalog, store, "deepspeed", provenance)
         self._selects = dict(selects)
+        self._unchecked = tuple(twins)
+
+    def locate(self, chunks: NDArray[np.int64]) -> Located:
+        """Where chunks lie (:meth:`Source.locate`). Before the first, the numbers that all ranks must agree about are compared.
+
+        Opening reads no tensor byte, so this is the first moment at which rank files of two saves can be told: their ``step`` differs.
+        """
+        if self._unchecked:
+            self._compare_twins(self._unchecked)
+            self._unchecked = ()
+        return super().locate(chunks)
+
+    def _compare_twins(self, twins: Sequence[Twins]) -> None:
+        ranges = [Range(path, offset, itemsize(dtype)) for _, copies in twins for path, offset, dtype in copies]
+        buffers = [bytearray(r.length) for r in ranges]
+        self.store.read_ranges(ranges, [memoryview(b) for b in buffers])
+        found = iter(buffers)
+        for what, copies in twins:
+            values = [bytes(next(found)) for _ in copies]
+            for (path, _, dtype), value in zip(copies, values, strict=True):
+                if value != values[0]:
+                    shown = [torch.frombuffer(bytearray(v), dtype=torch_dtype(dtype)).item() for v in (value, values[0])]
+                    raise CorruptCheckpointError(f"{path}: {what} is {shown[0]}, but {shown[1]} in {copies[0][0]}: files of two saves")
 
     def read_object(self, row: ObjectRow, allow_classes: Iterable[type] = ()) -> Any:
         """The value of an object row (:meth:`Source.read_object`)."""
@@ -44,10 +72,13 @@ class DeepSpeedSource(Source):
         )
 
 
-def catalog_from_records(records: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[Catalog, dict[str, Select], dict[str, Any]]:
+def catalog_from_records(
+    records: Sequence[Mapping[str, Any]], prefix: str = ""
+) -> tuple[Catalog, dict[str, Select], dict[str, Any], list[Twins]]:
     """Join the records of :func:`parse_file`, in any order.
 
-    Returns the catalog; for objects that are not plain, key -> where they are in the object tree of their file; and the provenance.
+    Returns the catalog; for objects that are not plain, key -> where they are in the object tree of their file; the provenance; and the numbers
+    that all rank files must agree about.
     ``prefix`` is the tag folder, for messages. Raises CorruptCheckpointError naming the file that does not fit the others, and
     UnsupportedError.
     """
@@ -63,8 +94,9 @@ class _Joiner:
         self.selects: dict[str, Select] = {}
         self.names: list[list[str]] = [[] for _ in ranks.optim[0]["groups"]]
         self._dtypes: dict[str, str] = {}
+        self.twins: list[Twins] = []
 
-    def join(self) -> tuple[Catalog, dict[str, Select], dict[str, Any]]:
+    def join(self) -> tuple[Catalog, dict[str, Select], dict[str, Any], list[Twins]]:
         masters: dict[str, Callable[[str], None]] = {}
         for group in range(len(self.ranks.shapes)):
             masters.update(self._group(group))
@@ -81,7 +113,7 @@ class _Joiner:
             "dp": self.ranks.dp,
             "global_steps": self.ranks.model["global_steps"],
         }
-        return self.build.build(), self.selects, provenance
+        return self.build.build(), self.selects, provenance, self.twins
 
     # ---- optimizer state
 
@@ -107,17 +139,24 @@ class _Joiner:
             "": [self._flat(r, rank["masters"][g], {valid[r], size}, f"fp32 group {g}") for r, rank in enumerate(ranks.optim)]
         }
         numbers: dict[str, Any] = {}
+        scalars: dict[str, Stored] = {}
         for name in self._state_names(g, state_id):
             values = [rank["states"][state_id][name] for rank in ranks.optim]
             kinds = {kind for kind, _ in values}
             if len(kinds) != 1:
-                self._bad(ranks.optim[0], f"state {name!r} of group {state_id} is a tensor on some ranks and a number on others")
+                self._bad(ranks.optim[0], f"state {name!r} of group {state_id} is of different kinds on the ranks")
             if kinds == {"number"}:
                 for r, (_, value) in enumerate(values):
                     if value != values[0][1] and not (value != value and values[0][1] != values[0][1]):
                         other = f"{values[0][1]} in {ranks.optim[0]['path']}"
                         self._bad(ranks.optim[r], f"state {name!r} of group {state_id} is {value}, but {other}: files of two saves")
                 numbers[name] = values[0][1]
+            elif kinds == {"scalar"}:
+                scalars[name] = values[0][1]
+                copies = tuple((rank["path"], value[0], value[1]) for rank, (_, value) in zip(ranks.optim, values, strict=True))
+                twin = (f"state {name!r} of group {state_id}", copies)
+                if twin not in self.twins:
+                    self.twins.append(twin)
             else:
                 columns[name] = [
                     self._flat(r, value, {valid[r], size}, f"state {name!r} of group {state_id}") for r, (_, value) in enumerate(values)
@@ -126,6 +165,8 @@ class _Joiner:
         for piece in pieces:
             for state, tensors in columns.items():
                 self._flat_row(piece, Role.STATE if state else Role.MASTER, piece.name, state, tensors, self.optim_files, pattern)
+            for name, scalar in scalars.items():
+                self._whole(Role.STATE, piece.name, scalar, name, self.optim_files[0])
             for name, value in numbers.items():
                 key = canonical_name(Role.STATE, piece.name, name, "")
                 self.build.add_object(ObjectRow(key, fqn=key, path=(key,), value=value))
@@ -175,11 +216,12 @@ class _Joiner:
 
     # ---- weights and buffers
 
-    def _whole(self, role: Role, fqn: str, tensor: Stored) -> None:
+    def _whole(self, role: Role, fqn: str, tensor: Stored, state: str = "", file: int | None = None) -> None:
         offset, dtype, shape, strides = tensor
-        handle = self._tensor(role, fqn, "", dtype, shape)
+        handle = self._tensor(role, fqn, state, dtype, shape)
         boxes = np.asarray([[(0,) * len(shape), shape]], dtype=np.int64).reshape(1, 2, len(shape))
-        self.build.add_chunks(handle, boxes, self.model_file, offset, strides=np.asarray([strides], dtype=np.int64).reshape(1, len(shape)))
+        where = self.model_file if file is None else file
+        self.build.add_chunks(handle, boxes, where, offset, strides=np.asarray([strides], dtype=np.int64).reshape(1, len(shape)))
 
     def _module(self) -> None:
         """Stages 1 and 2: every weight is in the model states as a whole."""

@@ -1,7 +1,6 @@
 """One rank file -> one record: plain numbers, strings, lists and dicts.
 
-A tensor in a record is ``(byte offset in the file, dtype name, shape, element strides)``, a number that DeepSpeed keeps as a 0-d tensor
-is the number. The keys of the files: deepspeed/runtime/engine.py ``_common_checkpoint_state``, zero/stage_1_and_2.py ``state_dict``,
+A tensor in a record is ``(byte offset in the file, dtype name, shape, element strides)``; no byte of it is read. The keys of the files: deepspeed/runtime/engine.py ``_common_checkpoint_state``, zero/stage_1_and_2.py ``state_dict``,
 zero/stage3.py ``_rigid_state_dict``, bf16_optimizer.py ``state_dict``.
 """
 
@@ -12,10 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ...dtypes import itemsize, torch_dtype
 from ...errors import CorruptCheckpointError, FormatError, UnsupportedError
 from ...safe_pickle import EnumStub, StoredTensor, Stub, is_plain
-from ...storage.store import Range, Store
+from ...storage.store import Store
 from ..torch_archive import Tree, open_archive
 
 __all__ = ["parse_file", "stand_in"]
@@ -43,7 +41,7 @@ def parse_file(store: Store, path: str) -> dict[str, Any]:
     if not isinstance(tree.value, dict):
         raise FormatError(f"{path}: holds a {type(tree.value).__name__}, expected the dict that DeepSpeed writes")
     if "optimizer_state_dict" in tree.value:
-        return _Optim(store, tree).record()
+        return _Optim(tree).record()
     if "module" in tree.value:
         return _Model(tree).record()
     raise FormatError(f"{path}: neither model states nor optimizer states of DeepSpeed; keys: {', '.join(map(str, list(tree.value)[:8]))}")
@@ -172,11 +170,6 @@ def _any_positive(value: Any) -> bool:
 
 
 class _Optim(_File):
-    def __init__(self, store: Store, tree: Tree) -> None:
-        super().__init__(tree)
-        self.store = store
-        self.scalars: list[tuple[dict[str, Any], str, str, StoredTensor]] = []
-
     def record(self) -> dict[str, Any]:
         state = self.mapping(self.root["optimizer_state_dict"], "optimizer_state_dict")
         stage = state.get("zero_stage")
@@ -228,7 +221,6 @@ class _Optim(_File):
             ],
             "version": self.root.get("ds_version") if isinstance(self.root.get("ds_version"), str) else None,
         }
-        self._read_scalars()
         return record
 
     def _check_config(self, zero: dict[Any, Any]) -> None:
@@ -250,7 +242,7 @@ class _Optim(_File):
                 if type(name) is not str or not name:
                     self.bad(f"state[{group!r}] has a state named {name!r:.60}")
                 if isinstance(value, StoredTensor) and value.shape == ():
-                    self.scalars.append((own, name, "number", value))
+                    own[name] = ["scalar", self.tensor(value, name)]
                 elif isinstance(value, StoredTensor):
                     own[name] = ["tensor", self.tensor(value, name)]
                 elif value is None or type(value) in (bool, int, float):
@@ -271,8 +263,6 @@ class _Optim(_File):
                     self.bad(f"param_groups[{i}] has the key {key!r:.60}")
                 if key == "params":
                     own[key] = self.integers(value, f"param_groups[{i}].params")
-                elif isinstance(value, StoredTensor) and value.shape == ():
-                    self.scalars.append((own, key, "inline", value))
                 else:
                     own[key] = list(self.thing(value, ("optimizer_state_dict", base_key, "param_groups", i, key)))
             groups.append(own)
@@ -300,22 +290,3 @@ class _Optim(_File):
         if isinstance(value, Stub) and isinstance(value.state, dict) and is_plain(value.state):
             return "inline", dict(value.state)
         return self.thing(value, path)
-
-    def _read_scalars(self) -> None:
-        """The optimizer's 0-d tensors as numbers: one batch of a few bytes each."""
-        import torch
-
-        buffers = [bytearray(itemsize(t.dtype)) for _, _, _, t in self.scalars]
-        if buffers:
-            ranges = [Range(self.path, t.offset, len(b)) for (_, _, _, t), b in zip(self.scalars, buffers, strict=True)]
-            self.store.read_ranges(ranges, [memoryview(b) for b in buffers])
-        for (own, name, kind, tensor), raw in zip(self.scalars, buffers, strict=True):
-            number = torch.frombuffer(raw, dtype=torch_dtype(tensor.dtype)).item()
-            if isinstance(number, complex):
-                raise UnsupportedError(f"{self.path}: {name} is a complex number")
-            # A counter is a counter, whatever the optimizer keeps it in.
-            own[name] = [kind, int(number) if _counts(name, number) else number]
-
-
-def _counts(name: str, number: Any) -> bool:
-    return name == "step" and isinstance(number, float) and number.is_integer()
