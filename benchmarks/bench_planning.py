@@ -2,9 +2,8 @@
 
 873 tensors (LLaMA-2 7B with Adam, shapes only), each Shard(0) over R ranks.
 
-Both start from the pickled plans of all ranks and end with what the coordinator keeps (stock: the pickled metadata; ours: the plan of all
-chunks and the pickled assignments). Ours is also shown with the stock ``Metadata`` expanded and pickled, which our writer does in
-``finish`` when ``stock_metadata=True``.
+Both start from the pickled plans of all ranks and end with the pickled ``.metadata``. Ours is shown in two parts: planning comes before the
+scatter, where all ranks wait; the stock ``.metadata`` (only with ``stock_metadata=True``) is written in ``finish``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ from plans import rank_plan, rows_of, whole
 from stock_planning import stock_coordinator
 
 from ucp_dcp.planners.merge import merge_objects, merge_tensors
-from ucp_dcp.planners.planned import Planned, plan_chunks, stock_state_dict_metadata, ucp_planner_data
+from ucp_dcp.planners.planned import Planned, plan_chunks
+from ucp_dcp.storage.stock_metadata import StorageMeta, stock_metadata_bytes
+
+GATE = 2.0  # CPU seconds of the coordinator for 873 tensors on 256 ranks, its .metadata included
 
 
 def coordinator(wire: list[bytes]) -> Planned:
@@ -34,6 +36,15 @@ def coordinator(wire: list[bytes]) -> Planned:
     for assignment in assignments:
         pickle.dumps(assignment)
     return planned
+
+
+def metadata_bytes(planned: Planned) -> bytes:
+    """The stock ``.metadata``, with made-up places of the items."""
+    chunks = len(planned.owner)
+    files = [f"g-0/__{rank}_0.distcp" for rank in range(planned.world)]
+    return stock_metadata_bytes(
+        planned, planned.owner.tolist(), [i * 4096 for i in range(chunks)], [4096] * chunks, [], files, StorageMeta(), "1.0.0"
+    )
 
 
 def balance(planned: Planned) -> float:
@@ -51,16 +62,9 @@ def main() -> None:
     shapes = adam_shapes(LLAMA2_7B)
     tensors = {".".join(path): ("float32", shape) for path, shape in shapes.items()}
     wire = [pickle.dumps(rank_plan(tensors, {k: rows_of(s, r, ranks) for k, (_, s) in tensors.items()})) for r in range(ranks)]
-    ours = bench.measure(
-        "ucp_dcp, sharded", lambda: coordinator(wire), repeat=3, ranks=ranks, plan_bytes=sum(map(len, wire))
-    )
-    bench.measure(
-        "  + stock Metadata expanded and pickled",
-        lambda: pickle.dumps((stock_state_dict_metadata(ours.result), ucp_planner_data(ours.result))),
-        repeat=1,
-        warmup=0,
-        ranks=ranks,
-    )
+    ours = bench.measure("ucp_dcp, sharded", lambda: coordinator(wire), repeat=3, ranks=ranks, plan_bytes=sum(map(len, wire)))
+    metadata = bench.measure("  + its stock .metadata", lambda: metadata_bytes(ours.result), repeat=3, ranks=ranks)
+    metadata.facts["metadata_bytes"] = len(metadata.result)
     stock = stock_coordinator(shapes, ranks)
     bench.add(Measurement("stock DCP, sharded", (stock.seconds,), (stock.seconds,), {"ranks": ranks, "plan_bytes": stock.plan_bytes}))
     for replicas in (8, 64) if bench.quick else (8, 64, 512):
@@ -71,7 +75,11 @@ def main() -> None:
         )
         row.facts["max/mean bytes"] = round(balance(row.result), 5)
         row.facts["chunks"] = len(row.result.owner)
-    bench.finish(f"stock / ours: {stock.seconds / ours.cpu:.1f}x CPU (the clock of stock is CPU in both columns)")
+    total = ours.cpu + metadata.cpu
+    bench.finish(
+        f"stock / ours: {stock.seconds / total:.1f}x CPU (the clock of stock is CPU in both columns)",
+        f"gate, 873 tensors on {ranks} ranks: coordinator {total:.2f} CPU s, at most {GATE} s: {'met' if total <= GATE else 'MISSED'}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Only the bytes that are needed: opening reads no tensor byte, a row costs its own bytes and at most 4 KiB; from ZeRO, ours, and stock DCP."""
+"""Only the bytes that are needed, from ZeRO, ours, and stock DCP: opening reads no tensor byte, a row costs its own and at most 4 KiB."""
 
 from __future__ import annotations
 
@@ -92,7 +92,17 @@ def load_columns(rank: int, world: int, url: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     "index",
-    [0, -1, slice(3, 9), slice(None, None, 7), (slice(500, 600), 3), (..., slice(1, 5)), (5, 6), slice(9, 3), (slice(2, 10, 3), slice(0, 256, 100))],
+    [
+        0,
+        -1,
+        slice(3, 9),
+        slice(None, None, 7),
+        (slice(500, 600), 3),
+        (..., slice(1, 5)),
+        (5, 6),
+        slice(9, 3),
+        (slice(2, 10, 3), slice(0, 256, 100)),
+    ],
     ids=str,
 )
 def test_slices_are_numpys(tmp_path_factory: pytest.TempPathFactory, index) -> None:

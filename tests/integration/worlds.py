@@ -149,7 +149,6 @@ def _tp_shard(fqn: str, tensor: torch.Tensor, tp: int, n: int) -> torch.Tensor:
     return _cut(tensor, dim, tp, n)
 
 
-
 TP_ZERO1_RULES: dict[str, Any] = {
     "name": "tp-zero1",
     "axes": ["tp", "dp"],

@@ -1,4 +1,4 @@
-"""Real DeepSpeed checkpoints with what the live engine held, for tests: those of the repository, and more where ``UCP_DCP_EXTRA_DATA`` says."""
+"""Real DeepSpeed checkpoints with what the live engine held: the repository's, and more where ``UCP_DCP_EXTRA_DATA`` says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 HERE = Path(__file__).parents[1] / "data" / "deepspeed"
 EXTRA = os.environ.get("UCP_DCP_EXTRA_DATA")
 
-# Main road: dense ZeRO-1, 2, 3 in fp32 and bf16. Round robin has no trustworthy truth of its own (DeepSpeed's gatherer reads wrong bytes there).
+# Main road: dense ZeRO-1, 2, 3 in fp32 and bf16. Round robin has no truth of its own: DeepSpeed's gatherer reads wrong bytes there.
 _OTHERS = ("z2_bf16_roundrobin", "moe_", "pipe_", "z0_", "frozen_", "z1_fp16", "z1_bf16_gad32", "z3_bf16_frozen")
 
 

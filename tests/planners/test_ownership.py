@@ -94,9 +94,7 @@ def test_every_byte_has_exactly_one_owner_that_holds_it(world: int, shapes: list
     for rank, assignment in enumerate(assignments):
         local = [(k, *b) for k in sorted(boxes[rank]) for b in sorted(boxes[rank][k])]
         chunks = [
-            (planned.rows[t].key, o, s)
-            for (t, o, s), owner in zip(planned.boxes(), planned.owner.tolist(), strict=True)
-            if owner == rank
+            (planned.rows[t].key, o, s) for (t, o, s), owner in zip(planned.boxes(), planned.owner.tolist(), strict=True) if owner == rank
         ]
         got = []
         for index, part in zip(assignment.fragment.tolist(), assignment.part.tolist(), strict=True):

@@ -83,8 +83,10 @@ def test_pickle_means_what_torch_writes(name):
 
     class Recorder(pickle.Unpickler):
         def find_class(self, module, qualname):
-            return ("global", module, qualname) if qualname not in ("OrderedDict",) and not qualname.startswith("_rebuild") else (
-                lambda *args: (module, qualname, args)
+            return (
+                ("global", module, qualname)
+                if qualname not in ("OrderedDict",) and not qualname.startswith("_rebuild")
+                else (lambda *args: (module, qualname, args))
             )
 
         def persistent_load(self, pid):

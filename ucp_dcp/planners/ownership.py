@@ -116,9 +116,7 @@ def _groups_of_equal_holders(boxes: I64, counts: I64, hold_start: I64, holders: 
     return groups
 
 
-def _snapped_cuts(
-    wanted: npt.NDArray[np.float64], line: I64, members: I64, numel: I64, itemsize: I64, sizes: list[I64], snap: int
-) -> I64:
+def _snapped_cuts(wanted: npt.NDArray[np.float64], line: I64, members: I64, numel: I64, itemsize: I64, sizes: list[I64], snap: int) -> I64:
     """Move each wanted cut (a byte of the line) to a box boundary or to a row boundary inside a box larger than ``snap``."""
     cuts = np.zeros(len(wanted), dtype=np.int64)
     position = np.minimum(np.searchsorted(line, wanted, side="right") - 1, len(members) - 1)

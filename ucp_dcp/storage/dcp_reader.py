@@ -168,5 +168,3 @@ class UCPStorageReader(StorageReader):
         self.stats = read_copies(source, copies, gap=self._gap)
         for item, target in commits:
             planner.commit_tensor(item, target)
-
-

@@ -153,9 +153,7 @@ class UCPStorageWriter(StorageWriter):
         """Decide once for all ranks about overwriting, repair what a crash left behind, draw the generation (D3-D5)."""
         self._begun = begin(self._store, overwrite=self.overwrite)
         self._generation = new_generation()
-        return [
-            dataclasses.replace(plan, storage_data=_Order(self._generation, i, self.stock_metadata)) for i, plan in enumerate(plans)
-        ]
+        return [dataclasses.replace(plan, storage_data=_Order(self._generation, i, self.stock_metadata)) for i, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one file of the new generation; durable on return."""

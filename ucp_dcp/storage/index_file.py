@@ -105,9 +105,7 @@ class IndexFile:
             self._store.read_ranges(ranges, buffers)
         except StoreNotFoundError as error:
             raise CorruptCheckpointError(f"{error}, but the manifest names it; the checkpoint is incomplete") from error
-        for name, section, group, offset in zip(
-            names, sections, groups.member_group.tolist(), groups.member_offset.tolist(), strict=True
-        ):
+        for name, section, group, offset in zip(names, sections, groups.member_group.tolist(), groups.member_offset.tolist(), strict=True):
             data = buffers[group][offset : offset + section.size].toreadonly()
             found_digest = digest(data)
             if found_digest != section.xxh3:

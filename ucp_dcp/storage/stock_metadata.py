@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -120,13 +121,15 @@ def stock_metadata_bytes(
     no_index = word["index"] + b"Nub"
     info_head = info_cls + b")\x81}(" + word["relative_path"]
     offset_word, sizes_word, length_word = word["offset"], word["sizes"], word["length"]
-    for (t, offset, extent), file, start, length in zip(planned.boxes(), chunk_file, chunk_start, chunk_length, strict=True):
-        place = size(offset)
-        tensors[t].append(chunk_head + place + sizes_word + size(extent) + b"ub")
-        storage.append(
-            index_head + key[t] + offset_word + place + no_index
-            + info_head + path[file] + offset_word + _int(start) + length_word + _int(length) + b"ub"
-        )  # fmt: skip
+    # starts as LONG1 of 8 bytes, made all at once; lengths repeat
+    starts = np.asarray(chunk_start, dtype="<i8").tobytes()
+    ends = {n: length_word + _int(n) + b"ub" for n in set(chunk_length)}
+    file_of = [info_head + p + offset_word + b"\x8a\x08" for p in path]
+    name_of = [index_head + k + offset_word for k in key]
+    for at, ((t, offset, extent), file, length) in enumerate(zip(planned.boxes(), chunk_file, chunk_length, strict=True)):
+        place = sizes.get(offset) or size(offset)
+        tensors[t].append(chunk_head + place + sizes_word + (sizes.get(extent) or size(extent)) + b"ub")
+        storage.append(name_of[t] + place + no_index + file_of[file] + starts[8 * at : 8 * at + 8] + ends[length])
     entries = [
         key[t]
         + _object(
@@ -157,5 +160,3 @@ def stock_metadata_bytes(
     )
     body = b"c" + f"{Metadata.__module__}\n{Metadata.__qualname__}\n".encode()
     return b"".join([*header, _object(body, b"".join(_value(name.decode()) + value for name, value in state)), b"."])
-
-

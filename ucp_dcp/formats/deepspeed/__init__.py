@@ -23,8 +23,8 @@ __all__ = ["DeepSpeedSource", "Folder", "catalog_from_records", "find_folder", "
 def open_deepspeed(store: Store, folder: Folder, parse_all: Callable[[Sequence[str], Callable[[str], Any]], list[Any]]) -> DeepSpeedSource:
     """Open the checkpoint of a tag folder.
 
-    What is read: of each rank file the zip directory, the pickle and local headers. No tensor byte, and nothing is written. The first read of a
-    tensor compares the optimizer's 0-d numbers (``step``) of all ranks and raises CorruptCheckpointError when they are of two saves.
+    What is read: of each rank file the zip directory, the pickle and local headers. No tensor byte, and nothing is written. The first
+    read of a tensor compares the optimizer's 0-d numbers (``step``) of all ranks; CorruptCheckpointError when they are of two saves.
 
     Raises CorruptCheckpointError naming the file that is missing, truncated or does not fit the others; UnsupportedError naming what
     this version does not handle (model parallelism, MoE, pipeline, ...); UnsafePickleError; StoreError.

@@ -77,8 +77,8 @@ def catalog_from_records(
 ) -> tuple[Catalog, dict[str, Select], dict[str, Any], list[Twins]]:
     """Join the records of :func:`parse_file`, in any order.
 
-    Returns the catalog; for objects that are not plain, key -> where they are in the object tree of their file; the provenance; and the numbers
-    that all rank files must agree about.
+    Returns the catalog; for objects that are not plain, key -> where they are in the object tree of their file; the provenance; and the
+    numbers that all rank files must agree about.
     ``prefix`` is the tag folder, for messages. Raises CorruptCheckpointError naming the file that does not fit the others, and
     UnsupportedError.
     """

@@ -1,6 +1,7 @@
 """One rank file -> one record: plain numbers, strings, lists and dicts.
 
-A tensor in a record is ``(byte offset in the file, dtype name, shape, element strides)``; no byte of it is read. The keys of the files: deepspeed/runtime/engine.py ``_common_checkpoint_state``, zero/stage_1_and_2.py ``state_dict``,
+A tensor in a record is ``(byte offset in the file, dtype name, shape, element strides)``; no byte of it is read. The keys of the
+files: deepspeed/runtime/engine.py ``_common_checkpoint_state``, zero/stage_1_and_2.py ``state_dict``,
 zero/stage3.py ``_rigid_state_dict``, bf16_optimizer.py ``state_dict``.
 """
 
