@@ -59,7 +59,7 @@ def fit_buffer(plan: BufferPlan, local: torch.Tensor) -> tuple[Piece, ...]:
 
 
 def average(applied: Applied, state: str, spec: StateSpec) -> tuple[tuple[str, ...], bool]:
-    """(axes to average, writes) of a parameter's fragments (``state`` is "") or its state's. Raises LayoutError when the rule does not say."""
+    """(axes to average, writes) of a parameter's (``state`` is "") or a state's fragments. LayoutError when the rule does not say."""
     if applied.average is None:
         return (), True
     if not state or spec.master:
