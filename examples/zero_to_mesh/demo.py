@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore")
-logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from model import Llama, parallelize
+from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -41,7 +42,7 @@ from ucp_dcp.layout import collect
 HERE = Path(__file__).parent
 SOURCE = HERE / "data" / "z1_bf16_w3"
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-PICTURED = "layers.0.down_proj.weight"
+PICTURED = ("layers.0.gate_proj.weight", "layers.0.down_proj.weight")
 ROOTS = {"model": "model", "optim": "optimizer"}
 
 STOCK_READER = """
@@ -83,10 +84,13 @@ def unequal(state: Mapping[str, Any], truth: Mapping[str, Mapping[str, torch.Ten
     return out
 
 
-def boxes_of(state: Mapping[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What this rank holds of the pictured weight."""
-    fragments = collect({"model": {PICTURED: state["model"][PICTURED]}}).fragments
-    return [(f.box.offset, f.box.size) for f in fragments if not f.box.empty]
+def boxes_of(state: Mapping[str, Any]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """What this rank holds of the pictured weights."""
+    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for fqn in PICTURED:
+        fragments = collect({"model": {fqn: state["model"][fqn]}}).fragments
+        found[fqn] = [(f.box.offset, f.box.size) for f in fragments if not f.box.empty]
+    return found
 
 
 def worker(rank: int, world: int, mesh: tuple[int, ...], names: tuple[str, ...], source: str, target: str | None, out: str) -> None:
@@ -132,23 +136,34 @@ def on_mesh(mesh: tuple[int, ...], names: tuple[str, ...], source: Path, target:
     return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
 
 
-def picture(title: str, shape: tuple[int, ...], owners: list[list[tuple[tuple[int, ...], tuple[int, ...]]]], label: str) -> Panel:
+def zero_owners(ckpt: ucp_dcp.Checkpoint, fqn: str) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """What each ZeRO rank holds of a master: one file of optimizer states is one rank."""
+    stored = ckpt[f"optim.state.{fqn}.master"]
+    t = ckpt.catalog.find_canonical(stored.name)
+    assert t is not None
+    low, high = ckpt.catalog.chunk_range(t)
+    ranks = [i for i, file in enumerate(ckpt.files) if "optim_states" in file.path]
+    owners: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in ranks]
+    for file, box in zip(ckpt.catalog.chunk_file[low:high].tolist(), stored.chunks, strict=True):
+        owners[ranks.index(file)].append((box.offset, box.size))
+    return owners
+
+
+def picture(title: str, shape: tuple[int, ...], owners: list[list[tuple[tuple[int, ...], tuple[int, ...]]]]) -> Panel:
     """Who holds which part of a matrix, scaled down: one color and digit per rank."""
-    rows, columns = 11, 44
-    grid = [[-1] * columns for _ in range(rows)]
+    rows, columns = 11, 40
+    text = Text()
     for r in range(rows):
         for c in range(columns):
             at = (r * shape[0] // rows, c * shape[1] // columns)
-            for rank, boxes in enumerate(owners):
-                if any(all(o <= x < o + s for x, o, s in zip(at, offset, size, strict=True)) for offset, size in boxes):
-                    grid[r][c] = rank
-    text = Text()
-    for row in grid:
-        for rank in row:
-            text.append("?" if rank < 0 else str(rank), style=f"black on {COLORS[rank % len(COLORS)]}")
-        text.append("\n")
-    text.append(label)
-    return Panel(text, title=title, expand=False)
+            inside = [
+                rank
+                for rank, boxes in enumerate(owners)
+                if any(all(o <= x < o + s for x, o, s in zip(at, offset, size, strict=True)) for offset, size in boxes)
+            ]
+            text.append(str(inside[0]) if inside else "?", style=f"black on {COLORS[inside[0] % len(COLORS)]}" if inside else "")
+        text.append("\n" if r < rows - 1 else "")
+    return Panel(text, title=f"{title} {list(shape)}", expand=False)
 
 
 def human(n: int) -> str:
@@ -159,7 +174,7 @@ def human(n: int) -> str:
 def main() -> None:
     """The whole demo."""
     console = Console(width=None if sys.stdout.isatty() else 120)
-    out = Path(os.environ.get("UCP_DEMO_OUT", "demo_out"))
+    out = Path(os.environ.get("UCP_DEMO_OUT", "demo_out")).resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     before = {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(SOURCE.rglob("*"))}
@@ -174,26 +189,19 @@ def main() -> None:
     facts.add_row("tensor bytes read", str(ckpt.stats.bytes_read))
     facts.add_row("bytes written", "0")
     facts.add_row("time", f"{1000 * seconds:.0f} ms")
-    console.print(Panel(facts, title="1. A ZeRO checkpoint written by DeepSpeed on 3 GPUs' worth of ranks, opened in place", expand=False))
+    console.print(Panel(facts, title="1. A ZeRO-1 checkpoint that DeepSpeed wrote on 3 ranks, opened where it lies", expand=False))
 
-    master = ckpt[f"optim.state.{PICTURED}.master"]
+    master = ckpt[f"optim.state.{PICTURED[0]}.master"]
     row = master[5]
     console.print(f"   one row of {master.name} {list(master.shape)}: {human(ckpt.stats.bytes_read)} read for {human(row.numel() * 4)}\n")
-
-    ranks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    t = ckpt.catalog.find_canonical(master.name)
-    assert t is not None
-    low, high = ckpt.catalog.chunk_range(t)
-    for file, box in zip(ckpt.catalog.chunk_file[low:high].tolist(), master.chunks, strict=True):
-        ranks.setdefault(file, []).append((box.offset, box.size))
-    by_rank = [ranks[f] for f in sorted(ranks)]
-    caption = f"fp32 master in ZeRO: {master.pattern}; digit = file of a ZeRO rank"
-    console.print(picture(f"before: {PICTURED}", master.shape, by_rank, caption))
+    console.print(Columns([picture(f"{fqn}: ZeRO", ckpt[f"optim.state.{fqn}.master"].shape, zero_owners(ckpt, fqn)) for fqn in PICTURED]))
+    console.print(f"   before: fp32 masters as {master.pattern}; a digit is a ZeRO rank\n")
 
     saved = out / "universal"
     first = on_mesh((2, 2), ("dp", "tp"), SOURCE, saved, out / "fsdp_tp")
-    label = "FSDP2 x TP, DeviceMesh (dp 2, tp 2); digit = rank"
-    console.print(picture(f"after: {PICTURED}", master.shape, [r["boxes"] for r in first], label))
+    shapes = {fqn: ckpt[f"optim.state.{fqn}.master"].shape for fqn in PICTURED}
+    console.print(Columns([picture(f"{fqn}: mesh", shapes[fqn], [r["boxes"][fqn] for r in first]) for fqn in PICTURED]))
+    console.print("   after: DTensors of FSDP2 x TP on DeviceMesh (dp 2, tp 2); a digit is a rank of the mesh\n")
 
     table = Table(title="2. dcp.load onto FSDP2 x TP, 4 gloo ranks; then dcp.save(planner=UCPSavePlanner())")
     for heading in ("rank", "tensors", "equal to DeepSpeed's live state", "bytes read", "bytes wanted", "load s", "save s"):
