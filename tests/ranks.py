@@ -103,7 +103,7 @@ class RankPool:
         self.started = 0
         """Processes started so far: a self test proves that calls share them."""
 
-    def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
         """``fn(rank, world, *args, **kwargs)`` of ranks 0..n-1. Raises what the first failing rank raised, RankDied, RankHung."""
         if not 1 <= n <= self.max_size:
             raise ValueError(f"world size {n}, this pool has 1..{self.max_size}")
@@ -160,7 +160,7 @@ class RankPool:
 
     def _collect(self, workers: list[_Worker], what: str, timeout: float) -> None:
         world = len(workers)
-        deadline = time.monotonic() + timeout + 30.0 * (not all(worker.warm for worker in workers))  # for `import torch`
+        deadline = time.monotonic() + timeout + 120.0 * (not all(worker.warm for worker in workers))  # for `import torch`
         busy = {worker.conn: rank for rank, worker in enumerate(workers)}
         failures: list[tuple[float, int, BaseException]] = []
         while busy:
