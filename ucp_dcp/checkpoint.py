@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ from .geometry import Box, boxes_to_array, intersect_pairs
 from .names import Role, canonical_name
 from .storage.store import Store, open_store
 from .transfer import Copy, ReadStats, read_copies
+
+if TYPE_CHECKING:
+    from .check import CheckReport
 
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
 
@@ -203,6 +206,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r}, format={self.format!r}, tensors={len(self)})"
+
+    def check(self, names: Iterable[str] | None = None) -> CheckReport:
+        """Whether every fp32 master, rounded, is the stored weight: :func:`ucp_dcp.check.check`. Reads both."""
+        from .check import check
+
+        return check(self, names)
 
     def _read(self, row: TensorRow, box: Box, out: torch.Tensor) -> None:
         if box.empty:

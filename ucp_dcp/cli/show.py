@@ -15,6 +15,7 @@ from rich.text import Text
 from .text import console, human_bytes, printable
 
 if TYPE_CHECKING:
+    from ..check import CheckReport
     from .summary import Summary, TensorLine
 
 __all__ = ["show"]
@@ -23,32 +24,42 @@ __all__ = ["show"]
 def show(
     url: Annotated[str, typer.Argument(help="Folder or URL of a checkpoint of any known format.", show_default=False)],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every fp32 master and compare it, rounded, with the stored weight; exit 1 if one differs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     prefer: Annotated[
         Literal["ucp", "stock"] | None,
         typer.Option(help="Which one to open where a plain DCP save was written over one of ours.", show_default=False),
     ] = None,
 ) -> None:
-    """Show what a checkpoint holds. No tensor is read."""
+    """Show what a checkpoint holds. No tensor is read, except with --check."""
     from ..checkpoint import open_checkpoint
     from .summary import summarise, tensor_lines
 
     checkpoint = open_checkpoint(url, prefer=prefer)
     summary = summarise(checkpoint)
     lines = tensor_lines(checkpoint) if tensors else None
+    report = checkpoint.check() if check else None
     if as_json:
-        typer.echo(_json(summary, lines))
-        return
-    out = console()
-    out.print(_panel(summary))
-    if lines is not None:
-        out.print(_table(lines, out.width))
+        typer.echo(_json(summary, lines, report))
+    else:
+        out = console()
+        out.print(_panel(summary))
+        if lines is not None:
+            out.print(_table(lines, out.width))
+        if report is not None:
+            out.print(Text("\n".join(printable(line) for line in str(report).split("\n"))))
+    if report is not None and not report.ok:
+        raise typer.Exit(1)
 
 
-def _json(summary: Summary, lines: list[TensorLine] | None) -> str:
+def _json(summary: Summary, lines: list[TensorLine] | None, report: CheckReport | None) -> str:
     fields: dict[str, Any] = asdict(summary)
     if lines is not None:
         fields["tensor_list"] = [asdict(line) for line in lines]
+    if report is not None:
+        fields["check"] = report.to_dict()
     return json.dumps(fields, indent=1, default=str)
 
 

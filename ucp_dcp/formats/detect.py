@@ -11,7 +11,7 @@ from ..storage.commit import open_root
 from ..storage.manifest import MANIFEST
 from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
-from .deepspeed import find_folder, list_tags, open_deepspeed
+from .deepspeed import find_folder, find_universal, list_tags, open_deepspeed, open_universal
 from .source import Source
 from .ucp import open_ucp
 
@@ -20,7 +20,7 @@ __all__ = ["ParseAll", "open_source"]
 ParseAll: TypeAlias = Callable[[Sequence[str], Callable[[str], Any]], list[Any]]
 """Given paths and a function, returns the function's value for each path, in order; may spread the work over ranks (D15)."""
 
-_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest' or *_optim_states.pt (DeepSpeed)"
+_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest', *_optim_states.pt or 'latest_universal' (DeepSpeed)"
 _SHOWN = 8
 
 
@@ -41,14 +41,18 @@ def open_source(
     Args:
         url: ours (a folder with ``ucp.json``), stock DCP (``.metadata``), DeepSpeed (a folder with ``latest``, or a tag folder).
         prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``.
-        tag: which tag of a DeepSpeed folder; default is what ``latest`` names.
+        tag: which tag of a DeepSpeed folder; default is what ``latest`` names, then what ``latest_universal`` names.
         parse_all: how files of a checkpoint that has many are parsed; the default parses them one after the other.
 
     Raises CheckpointNotFoundError (there is nothing), FormatError (it is something else; found and known are listed), ForeignSaveError
     (D4), CorruptCheckpointError, UnsafePickleError, UnsupportedError, StoreError.
     """
     store = open_store(url)
-    if tag is None and prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA):
+    foreign = prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA)
+    universal = find_universal(store, tag) if tag is not None or foreign else None
+    if universal is not None:
+        return open_universal(store, universal, parse_all or parse_alone)
+    if tag is None and foreign:
         folder = find_folder(store, None)
     elif tag is not None:
         folder = find_folder(store, tag)
@@ -78,8 +82,6 @@ def _unknown(store: Store) -> Exception:
     bases = {name.rsplit("/", 1)[-1] for name in names}
     for clue, what in (
         ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),
-        ("latest_universal", "a DeepSpeed universal checkpoint"),
-        ("optimizer_state.pt", "a DeepSpeed universal checkpoint"),
         ("__0.metadata", "a DCP checkpoint saved with use_collectives=False"),
         ("model.safetensors.index.json", "safetensors files"),
         ("model.safetensors", "safetensors files"),

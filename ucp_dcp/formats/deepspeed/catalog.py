@@ -17,11 +17,13 @@ from ...storage.store import Range, Store
 from ..source import Located, Source
 from ..torch_archive import load_value
 from .flat import pieces_of_group, pieces_of_subgroup
-from .parse import stand_in
+from .rank_file import stand_in
 from .ranks import Ranks, order_ranks
 from .rows import Record, Rows, Select, Stored, Twins
+from .stage0 import catalog_of_whole
 
 __all__ = ["DeepSpeedSource", "catalog_from_records"]
+
 
 class DeepSpeedSource(Source):
     """A DeepSpeed checkpoint. Objects that are not plain values stay in the rank file; ``read_object`` reads that part of it."""
@@ -66,9 +68,7 @@ class DeepSpeedSource(Source):
         )
 
 
-def catalog_from_records(
-    records: Sequence[Record], prefix: str = ""
-) -> tuple[Catalog, dict[str, Select], dict[str, Any], list[Twins]]:
+def catalog_from_records(records: Sequence[Record], prefix: str = "") -> tuple[Catalog, dict[str, Select], dict[str, Any], list[Twins]]:
     """Join the records of :func:`parse_file`, in any order.
 
     Returns the catalog; for objects that are not plain, key -> where they are in the object tree of their file; the provenance; and the
@@ -76,6 +76,8 @@ def catalog_from_records(
     ``prefix`` is the tag folder, for messages. Raises CorruptCheckpointError naming the file that does not fit the others, and
     UnsupportedError.
     """
+    if len(records) == 1 and records[0]["kind"] == "model":
+        return (*catalog_of_whole(records[0]), [])
     return _Joiner(order_ranks(records, prefix)).join()
 
 

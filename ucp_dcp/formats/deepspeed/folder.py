@@ -61,16 +61,14 @@ class Folder:
             raise UnsupportedError(
                 f"{where}: model-parallel ranks {sorted(model_ranks)}: tensor or pipeline parallelism is not supported yet"
             )
-        if not self.optim:
-            raise UnsupportedError(
-                f"{where}: no *_optim_states.pt file: ZeRO stage 0, or a checkpoint saved without optimizer state; not supported yet"
-            )
         if self.zero3 and self.model:
             raise CorruptCheckpointError(
                 f"{where}: files of two saves: {self.zero3[min(self.zero3)]} (ZeRO stage 3) and {self.model[0]} (stages 0 to 2)"
             )
         if not self.zero3 and not self.model:
             raise CorruptCheckpointError(f"{where}: the file mp_rank_00_model_states.pt is missing")
+        if not self.optim and self.zero3:
+            raise CorruptCheckpointError(f"{where}: model states of ZeRO stage 3, but no *_optim_states.pt file: all of them are missing")
         names = [self.optim[key] for key in sorted(self.optim)]
         names += [self.zero3[key] for key in sorted(self.zero3)] or [self.model[0]]
         return [self.prefix + name for name in names]

@@ -8,14 +8,14 @@ zero/stage3.py ``_rigid_state_dict``, bf16_optimizer.py ``state_dict``.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from ...errors import CorruptCheckpointError, FormatError, UnsupportedError
-from ...safe_pickle import EnumStub, StoredTensor, Stub, is_plain
+from ...errors import FormatError, UnsupportedError
+from ...safe_pickle import EnumStub, StoredTensor, Stub
 from ...storage.store import Store
-from ..torch_archive import Tree, open_archive
+from ..torch_archive import open_archive
+from .rank_file import RankFile, stand_in
+from .stage0 import optimizer_record
 
 __all__ = ["parse_file", "stand_in"]
 
@@ -44,67 +44,12 @@ def parse_file(store: Store, path: str) -> dict[str, Any]:
     if "optimizer_state_dict" in tree.value:
         return _Optim(tree).record()
     if "module" in tree.value:
-        return _Model(tree).record()
+        return _Model(tree).record(store)
     raise FormatError(f"{path}: neither model states nor optimizer states of DeepSpeed; keys: {', '.join(map(str, list(tree.value)[:8]))}")
 
 
-def stand_in(module: str, name: str) -> type[Stub] | None:
-    """Inert stand-ins for DeepSpeed's own classes."""
-    if module == "deepspeed" or module.startswith("deepspeed."):
-        return EnumStub if name.endswith("Enum") else Stub
-    return None
-
-
-class _File:
-    def __init__(self, tree: Tree) -> None:
-        self.path = tree.path
-        self.size = tree.size
-        self.root: dict[Any, Any] = tree.value
-
-    def bad(self, message: str) -> NoReturn:
-        raise CorruptCheckpointError(f"{self.path}: {message}")
-
-    def mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
-        if not isinstance(value, dict):
-            self.bad(f"{what} is {type(value).__name__}, expected a dict")
-        return value
-
-    def items(self, value: Any, what: str) -> list[Any]:
-        if not isinstance(value, (list, tuple)):
-            self.bad(f"{what} is {type(value).__name__}, expected a list")
-        return list(value)
-
-    def tensor(self, value: Any, what: str) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
-        if not isinstance(value, StoredTensor):
-            self.bad(f"{what} is {type(value).__name__}, expected a tensor")
-        return value.offset, value.dtype, value.shape, value.strides
-
-    def integer(self, value: Any, what: str) -> int:
-        if type(value) is not int or not 0 <= value < 2**63:
-            self.bad(f"{what} is {value!r:.60}, expected an integer from 0")
-        return value
-
-    def integers(self, value: Any, what: str) -> list[int]:
-        return [self.integer(x, what) for x in self.items(value, what)]
-
-    def shapes(self, value: Any, what: str) -> list[tuple[str, tuple[int, ...]]]:
-        shapes = []
-        for name, shape in self.mapping(value, what).items():
-            if type(name) is not str:
-                self.bad(f"{what} names a parameter {name!r:.60}")
-            size = tuple(self.integers(tuple(shape) if isinstance(shape, (tuple, list)) else shape, f"{what}: the shape of {name!r}"))
-            if math.prod(size) >= 2**62:
-                self.bad(f"{what}: the shape of {name!r} is {size}")
-            shapes.append((name, size))
-        return shapes
-
-    def thing(self, value: Any, path: tuple[str | int, ...]) -> tuple[str, Any]:
-        """An object of the file for the record: itself where it is plain, else where it is."""
-        return ("inline", value) if is_plain(value) else ("select", path)
-
-
-class _Model(_File):
-    def record(self) -> dict[str, Any]:
+class _Model(RankFile):
+    def record(self, store: Store) -> dict[str, Any]:
         root = self.root
         for key, what in (("ds_autoep_layers", "AutoEP experts"), ("universal_checkpoint_info", None)):
             if what and root.get(key):
@@ -122,11 +67,13 @@ class _Model(_File):
             else:
                 others.append(name)
         groups = root.get("param_shapes")
-        if groups is None:
-            raise UnsupportedError(
-                f"{self.path}: no param_shapes: saved without ZeRO (stage 0), or by DeepSpeed before 0.3.16; not supported yet"
-            )
-        shapes = [self.shapes(group, f"param_shapes[{i}]") for i, group in enumerate(self.items(groups, "param_shapes"))]
+        buffers = [str(name) for name in self.items(root.get("buffer_names") or (), "buffer_names")]
+        optimizer = None
+        if groups is None and root.get("optimizer") is not None:  # ZeRO stage 0
+            optimizer = optimizer_record(self, store, tensors, set(buffers))
+        shapes = None
+        if groups is not None:
+            shapes = [self.shapes(group, f"param_shapes[{i}]") for i, group in enumerate(self.items(groups, "param_shapes"))]
         fragments = root.get("frozen_param_fragments")
         shared = {}
         for alias, name in self.mapping(root.get("shared_params") or {}, "shared_params").items():
@@ -145,7 +92,8 @@ class _Model(_File):
             "size": self.size,
             "module": tensors,
             "not_tensors": others,
-            "buffers": [str(name) for name in self.items(root.get("buffer_names") or (), "buffer_names")],
+            "buffers": buffers,
+            "optimizer": optimizer,
             "param_shapes": shapes,
             "shapes_digest": hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest(),
             "frozen_shapes": None if frozen is None else self.shapes(frozen, "frozen_param_shapes"),
@@ -170,7 +118,7 @@ def _any_positive(value: Any) -> bool:
     return any(type(x) is int and x > 1 for x in values)
 
 
-class _Optim(_File):
+class _Optim(RankFile):
     def record(self) -> dict[str, Any]:
         state = self.mapping(self.root["optimizer_state_dict"], "optimizer_state_dict")
         stage = state.get("zero_stage")
@@ -202,8 +150,8 @@ class _Optim(_File):
             "stage": stage,
             "round_robin": bool(zero.get("round_robin_gradients", False)),
             "masters": [self.tensor(t, f"{masters_key}[{i}]") for i, t in enumerate(self.items(state[masters_key], masters_key))],
-            "states": self._states(base),
-            "groups": self._groups(base, base_key),
+            "states": self.states(base),
+            "groups": self.groups(base, ("optimizer_state_dict", base_key)),
             "partition_count": self.integers(state["partition_count"], "partition_count")
             if isinstance(state.get("partition_count"), (list, tuple))
             else self.integer(state.get("partition_count"), "partition_count"),
@@ -216,7 +164,7 @@ class _Optim(_File):
             ],
             "mappings": self._mappings(state.get("param_slice_mappings")),
             "objects": [
-                (f"optim.{key}", *self._scaler(state[key], ("optimizer_state_dict", key)))
+                (f"optim.{key}", *self.scaler(state[key], ("optimizer_state_dict", key)))
                 for key in _OPTIMIZER_OBJECTS
                 if state.get(key) is not None
             ],
@@ -235,40 +183,6 @@ class _Optim(_File):
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             raise UnsupportedError(f"{self.path}: the optimizer state was offloaded to NVMe and is not in this file; not supported")
 
-    def _states(self, base: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
-        states: dict[int, dict[str, Any]] = {}
-        for group, values in self.mapping(base.get("state", {}), "state").items():
-            own: dict[str, Any] = {}
-            for name, value in self.mapping(values, f"state[{group!r}]").items():
-                if type(name) is not str or not name:
-                    self.bad(f"state[{group!r}] has a state named {name!r:.60}")
-                if isinstance(value, StoredTensor) and value.shape == ():
-                    own[name] = ["scalar", self.tensor(value, name)]
-                elif isinstance(value, StoredTensor):
-                    own[name] = ["tensor", self.tensor(value, name)]
-                elif value is None or type(value) in (bool, int, float):
-                    own[name] = ["number", value]
-                else:
-                    raise UnsupportedError(
-                        f"{self.path}: optimizer state {name!r} of group {group!r} is a {type(value).__name__}; not supported yet"
-                    )
-            states[self.integer(group, "a key of state")] = own
-        return states
-
-    def _groups(self, base: Mapping[Any, Any], base_key: str) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = []
-        for i, group in enumerate(self.items(base.get("param_groups"), "param_groups")):
-            own: dict[str, Any] = {}
-            for key, value in self.mapping(group, f"param_groups[{i}]").items():
-                if type(key) is not str:
-                    self.bad(f"param_groups[{i}] has the key {key!r:.60}")
-                if key == "params":
-                    own[key] = self.integers(value, f"param_groups[{i}].params")
-                else:
-                    own[key] = list(self.thing(value, ("optimizer_state_dict", base_key, "param_groups", i, key)))
-            groups.append(own)
-        return groups
-
     def _mappings(self, value: Any) -> list[list[tuple[str, int, int]]] | None:
         if value is None:
             return None
@@ -285,9 +199,3 @@ class _Optim(_File):
                 rows.append((str(name), self.integer(start, f"the start of {name!r}"), self.integer(numel, f"the size of {name!r}")))
             mappings.append(rows)
         return mappings
-
-    def _scaler(self, value: Any, path: tuple[str | int, ...]) -> tuple[str, Any]:
-        """A LossScaler as the dict of its fields."""
-        if isinstance(value, Stub) and isinstance(value.state, dict) and is_plain(value.state):
-            return "inline", dict(value.state)
-        return self.thing(value, path)

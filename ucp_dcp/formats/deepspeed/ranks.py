@@ -97,6 +97,8 @@ def order_ranks(records: Sequence[Mapping[str, Any]], prefix: str) -> Ranks:
     first, model = optim[min(optim)], models[min(models)]
     stage = first["stage"]
     _check_kind(first, model, stage)
+    if model["param_shapes"] is None:
+        raise UnsupportedError(f"{model['path']}: no param_shapes beside the files of a ZeRO optimizer: from DeepSpeed before 0.3.16")
     counts = first["partition_count"]
     dp = counts if isinstance(counts, int) else counts[0] if counts else 0
     _check_files(optim, dp, first, "partition_count")
