@@ -21,7 +21,13 @@ from ucp_dcp.names import Role
 from ucp_dcp.storage.store import open_store
 
 CHECKPOINTS = sorted(p.parent.name for p in (DATA / "deepspeed").glob("*/latest"))
+UNIVERSAL = sorted(p.parent.name for p in (DATA / "deepspeed").glob("*/latest_universal"))
 STAGE3 = [name for name in CHECKPOINTS if name.startswith("z3")]
+
+
+SAMPLED = [name for name in CHECKPOINTS if name.startswith(("z0_bf16", "z0_fp16"))]
+"""Opening these reads a few elements of masters and weights, to know which parameter is which."""
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def folder(name: str) -> Path:
@@ -40,7 +46,8 @@ def copy(tmp_path: Path):
 
 
 def test_all_kinds_are_here() -> None:
-    assert len(CHECKPOINTS) == 13
+    assert len(CHECKPOINTS) == 35
+    assert len(UNIVERSAL) == 4
 
 
 # ---- what is read is what was saved
@@ -60,7 +67,7 @@ def test_every_tensor_equals_the_live_state(name: str) -> None:
                     assert name in STAGE3
                     t = catalog.find_named(Role.MASTER, fqn)
                     values = assemble(source, t)
-                    values = values.to(torch.bfloat16) if "bf16" in name else values
+                    values = values.to(LOW.get(name.split("_")[1], torch.float32))
                 else:
                     values = assemble(source, t)
             elif kind == "buffer":
@@ -68,14 +75,22 @@ def test_every_tensor_equals_the_live_state(name: str) -> None:
             elif kind == "master":
                 values = assemble(source, catalog.find_named(Role.MASTER, fqn))
             else:
-                values = assemble(source, catalog.find_named(Role.STATE, fqn, kind))
+                t = catalog.find_named(Role.STATE, fqn, kind)
+                if t is None:
+                    assert (name, fqn.rsplit(".", 1)[0]) in UNNAMED, key
+                    continue
+                values = assemble(source, t)
             assert values.shape == truth[key].shape, key
             assert torch.equal(values.double(), torch.from_numpy(truth[key]).double()), key
             checked += 1
-    assert checked >= 16
+    assert checked >= 15
     # Nothing in the catalog but what the truth knows, and aliases.
-    known = {key.split("/", 1)[1] for key in reread_truth(name)} | {"head.weight"}
+    known = {key.split("/", 1)[1] for key in reread_truth(name)} | {"head.weight", ""}
     assert {catalog.tensor(t).fqn for t in range(catalog.n_tensors)} <= known
+
+
+UNNAMED = [("z0_fp32_frozen_tied_w1", "blocks.1.norm")]
+"""Stage 0 in fp32, a bias frozen: the number of either norm parameter could also mean the bias before it, and no master tells."""
 
 
 def reread_truth(name: str) -> list[str]:
@@ -91,18 +106,20 @@ def test_chunks_cover_every_tensor_exactly(name: str) -> None:
         assert cover.ok, (catalog.keys[t], cover)
 
 
-@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if "bf16" in n and n not in STAGE3])
+@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if ("bf16" in n or "fp16" in n) and n not in STAGE3])
 def test_masters_round_to_the_stored_weights(name: str) -> None:
     """Independent of DeepSpeed's own address book, which is wrong with round_robin_gradients."""
     source = open_source(folder(name))
     masters = [t for t in range(source.catalog.n_tensors) if source.catalog.tensor(t).role == Role.MASTER]
     assert masters
+    assert not source.provenance.get("unnamed")
     for t in masters:
         weight = source.catalog.find_named(Role.WEIGHT, source.catalog.tensor(t).fqn)
-        assert torch.equal(assemble(source, t).bfloat16(), assemble(source, weight)), source.catalog.keys[t]
+        low = assemble(source, weight)
+        assert torch.equal(assemble(source, t).to(low.dtype), low), source.catalog.keys[t]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [n for n in CHECKPOINTS if n not in SAMPLED])
 def test_opening_reads_no_tensor(name: str) -> None:
     store = CountingStore(open_store(folder(name)))
     before = reread(folder(name))
@@ -538,12 +555,13 @@ def test_other_parallelism_is_refused_by_name(copy, name: str, what: str) -> Non
         open_source(root)
 
 
-def test_zero_stage_0_is_refused(copy) -> None:
-    root = copy("z1_bf16_w3")
-    for rank in range(3):
-        rank_file(root, rank).unlink()
-    with pytest.raises(UnsupportedError, match="stage 0"):
-        open_source(root)
+def test_all_optimizer_files_missing(copy) -> None:
+    for name, match in (("z1_bf16_w3", "saved with ZeRO, but no"), ("z3_bf16_w2", "stage 3, but no")):
+        root = copy(name)
+        for path in (root / "global_step2").glob("*optim_states.pt"):
+            path.unlink()
+        with pytest.raises(CorruptCheckpointError, match=match):
+            open_source(root)
 
 
 def test_files_of_two_stages_in_one_folder(copy) -> None:

@@ -13,12 +13,16 @@ import pytest
 import torch
 from format_helpers import assemble
 
+from ucp_dcp.checkpoint import open_checkpoint
 from ucp_dcp.errors import UnsupportedError
 from ucp_dcp.formats import open_source
 
 FOLDER = os.environ.get("UCP_DCP_EXTRA_DATA")
 NAMES = sorted(p.parent.name for p in Path(FOLDER, "deepspeed").glob("*/latest")) if FOLDER else []
-UNSUPPORTED = ("moe_", "pipe_", "z0_")
+UNIVERSAL = sorted(p.parent.name for p in Path(FOLDER, "deepspeed").glob("*/latest_universal")) if FOLDER else []
+UNSUPPORTED = ("moe_", "pipe_")
+WHOLE = ("z0_",)
+"""Stage 0: its ``truth.pt`` could not be gathered with DeepSpeed's functions and holds no values."""
 
 
 @pytest.mark.skipif(not FOLDER, reason="UCP_DCP_EXTRA_DATA names no folder of more checkpoints")
@@ -26,10 +30,21 @@ def test_there_are_checkpoints() -> None:
     assert NAMES
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(UNSUPPORTED)])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(UNSUPPORTED + WHOLE)])
 def test_equal(name: str) -> None:
+    compare(name, None)
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_universal_folders_equal(name: str) -> None:
+    tag = Path(str(FOLDER), "deepspeed", name, "latest_universal").read_text().strip()
+    compare(name, tag)
+
+
+def compare(name: str, tag: str | None) -> None:
     path = Path(str(FOLDER), "deepspeed", name)
-    source = open_source(path)
+    source = open_source(path, tag=tag)
+    assert ("universal" in source.provenance["writer"]) == (tag is not None)
     truth = torch.load(path / "truth.pt", weights_only=True)["params"]
     checked = 0
     for fqn, values in truth.items():
@@ -43,6 +58,22 @@ def test_equal(name: str) -> None:
             assert torch.equal(assemble(source, t), values[kind]), (fqn, state)
             checked += 1
     assert checked > 40
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(UNSUPPORTED)])
+def test_masters_are_the_weights(name: str) -> None:
+    """Independent of ``truth.pt``: both copies are in the checkpoint."""
+    checkpoint = open_checkpoint(Path(str(FOLDER), "deepspeed", name))
+    report = checkpoint.check()
+    assert report.ok and report.parameters
+    if "z3" in name:
+        assert not report.counts["consistent"]  # stage 3 stores no second copy
+    else:
+        assert report.counts["consistent"] >= 10
+    if name.startswith(WHOLE):
+        masters = [n for n in checkpoint.names() if n.endswith(".master")]
+        assert len(masters) == 21 and "unnamed" not in checkpoint.provenance
+        assert len([n for n in checkpoint.names() if n.endswith((".exp_avg", ".exp_avg_sq", ".step"))]) == 63
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(UNSUPPORTED)])

@@ -20,11 +20,12 @@ class Item:
     """A parameter of the module, or of an optimizer group.
 
     ``shape``: None where it is not known. ``sample``: some of its bytes, rounded to the weights' dtype where it is a master; None where
-    they are not known.
+    they are not known. ``constant``: they repeat one value, as a fresh norm or bias does, and so tell little.
     """
 
     shape: tuple[int, ...] | None
     sample: bytes | None = None
+    constant: bool = False
 
     def fits(self, other: Item) -> bool:
         """False when the two cannot be the same parameter."""
@@ -61,11 +62,12 @@ def _name_group(module: Sequence[tuple[str, Item]], group: Sequence[Item]) -> li
         assert last is not None  # the mirror image of a match that exists
         latest = [len(module) - 1 - j for j in reversed(last)]
         return [module[a][0] if a == b else None for a, b in zip(first, latest, strict=True)]
-    # Not in the order of the module: only contents can tell.
+    # Not in the order of the module: only contents can tell, where there are enough of them.
     names: list[str | None] = []
     for item in group:
-        fitting = [name for name, other in module if item.sample is not None and other.sample is not None and item.fits(other)]
-        names.append(fitting[0] if len(fitting) == 1 else None)
+        fitting = [name for name, other in module if other.sample is not None and item.fits(other)]
+        telling = item.sample is not None and not item.constant
+        names.append(fitting[0] if telling and len(fitting) == 1 else None)
     return [name if names.count(name) == 1 else None for name in names]
 
 

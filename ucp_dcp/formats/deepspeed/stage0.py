@@ -77,8 +77,9 @@ def optimizer_record(file: RankFile, store: Store, module: Mapping[str, Stored],
             file.bad("fp32_groups and the param groups of the optimizer differ in their numbers of parameters")
         record["masters"] = masters
         low = {t[1] for _, t in candidates}
-        items = [[Item(t[2], samples.rounded(t, next(iter(low))) if len(low) == 1 else None) for t in group] for group in masters]
-        named = [(name, Item(t[2], samples.plain(t) if len(low) == 1 else None)) for name, t in candidates if _numel(t)]
+        dtype = low.pop() if len(low) == 1 else None  # weights of several dtypes: which one a master was rounded to is not known
+        items = [[_item(t, samples.rounded(t, dtype) if dtype else None) for t in group] for group in masters]
+        named = [(name, _item(t, samples.plain(t) if dtype else None)) for name, t in candidates if _numel(t)]
         record["names"] = name_groups(named, items)
         return record
     stated = [group.get("param_names") for group in groups]
@@ -113,6 +114,12 @@ def _shape(states: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _numel(tensor: Stored) -> int:
     return math.prod(tensor[2])
+
+
+def _item(tensor: Stored, sample: bytes | None) -> Item:
+    count = min(_numel(tensor), 2 * _SAMPLE)
+    width = len(sample) // count if sample else 0
+    return Item(tensor[2], sample, sample is not None and sample == sample[:width] * count)
 
 
 class _Samples:
