@@ -496,3 +496,13 @@ def test_an_element_of_padding_is_no_tensor() -> None:
     )
     with pytest.raises(LayoutError, match="element 3 is padding"):
         layout.fragments({"model": {"w": torch.zeros(2)}})
+
+
+def test_A35_partition_of_padding_only_is_known() -> None:
+    """7 elements over 3 ranks, padded to 12: rank 2 holds padding only, and its load must know that the buffer is one of the wanted ones."""
+    state = flat_state(2, 3, torch.full((12,), -3.0))
+    collected = collect(state, layout=zero1(2, 3, [["p0", "p1"]], {"p0": (3,), "p1": (2, 2)}))
+    empty = [f for f in collected.fragments if f.key.endswith("fp32")]
+    assert [(f.fqn, f.shape, f.box.empty) for f in empty] == [("p1", (2, 2), True)]
+    (padding,) = (p for p in collected.padding if p.key.endswith("fp32"))
+    assert padding.view.numel() == 4 and padding.view.untyped_storage().data_ptr() == empty[0].view.untyped_storage().data_ptr()

@@ -403,7 +403,9 @@ class _Collector:
                     Fragment(dotted(path), path, role, part.param.fqn, state, shape, where, local.detach(), replicated=True, pattern=text)
                 )
                 continue
-            if not part.pieces and 0 not in applied.global_shape:
+            # A partition of padding only must still know that it belongs to something: it is the last parameter's.
+            alone = part is plan.parts[-1] and not placed.fragments
+            if not part.pieces and 0 not in applied.global_shape and not alone:
                 continue
             average, writes = views.average(applied, names.state, spec)
             replicated = applied.replicated or self.beyond
