@@ -8,6 +8,7 @@ of each dimension, and the local tensor's real shape must be what comes out.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,11 @@ def dtensor_pieces(
     """
     if coordinate is None:
         return []
-    dims = _dtensor_dims(shape, mesh_shape, coordinate, placements)
+    return _pairs(_dtensor_dims(shape, mesh_shape, coordinate, placements))
+
+
+def _pairs(dims: Sequence[Segments]) -> list[tuple[Box, Box]]:
+    """Global and local boxes from the list of global indices of each dim."""
     runs = [overlap(segments, 0, length(segments)) for segments in dims]
     out: list[tuple[Box, Box]] = []
     for choice in itertools.product(*runs):
@@ -156,13 +161,14 @@ def _from_dtensor(key: str, value: Any) -> OwnGeometry:
     mesh, placements, shape = value.device_mesh, value.placements, tuple(int(n) for n in value.shape)
     coordinate = mesh.get_coordinate()
     pattern = ", ".join(f"{name}: {p}" for name, p in zip(_mesh_names(mesh), placements, strict=True))
-    covers = mesh.size() >= world_size()
-    replicated = not covers or any(p.is_replicate() and n > 1 for p, n in zip(placements, mesh.shape, strict=True))
-    divided = any(not p.is_replicate() and n > 1 for p, n in zip(placements, mesh.shape, strict=True))
+    sizes = tuple(mesh.shape)  # a property that torch computes anew each time
+    covers = math.prod(sizes) >= world_size()
+    replicated = not covers or any(p.is_replicate() and n > 1 for p, n in zip(placements, sizes, strict=True))
+    divided = any(not p.is_replicate() and n > 1 for p, n in zip(placements, sizes, strict=True))
     if coordinate is None:
         return OwnGeometry(shape, [], replicated, pattern, divided)
     # Before anything else: a Partial has no boxes, whatever its local tensor says.
-    dims = _dtensor_dims(shape, mesh.shape, coordinate, placements)
+    dims = _dtensor_dims(shape, sizes, coordinate, placements)
     # to_local() would make a new object and lose chunk lists that frameworks hang on the local tensor itself.
     local = value._local_tensor
     if hasattr(local, "wait"):
@@ -181,7 +187,7 @@ def _from_dtensor(key: str, value: Any) -> OwnGeometry:
             "(widths=) or let the tensor implement __create_chunk_list__"
         )
     shards = []
-    for box, where in dtensor_pieces(shape, mesh.shape, coordinate, placements):
+    for box, where in _pairs(dims):
         shards.append((box, _narrow(local, where)))
     if not shards:
         shards.append((_empty_box(shape, expected), local))
