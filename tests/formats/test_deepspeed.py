@@ -46,7 +46,7 @@ def copy(tmp_path: Path):
 
 
 def test_all_kinds_are_here() -> None:
-    assert len(CHECKPOINTS) == 35
+    assert len(CHECKPOINTS) == 37
     assert len(UNIVERSAL) == 4
 
 
@@ -200,6 +200,27 @@ def test_objects() -> None:
     assert isinstance(rng, torch.Tensor) and rng.dtype == torch.uint8 and rng.numel() > 1000
     assert get("optim.loss_scaler")["dynamic"] is False
     assert source.provenance["zero_stage"] == 1 and source.provenance["dp"] == 3 and source.provenance["tag"] == "global_step2"
+
+
+@pytest.mark.parametrize("name", ["z1_fp16_w2", "z3_fp16_w2"])
+def test_loss_scaler(name: str) -> None:
+    source = open_source(folder(name))
+    scaler = source.read_object(source.catalog.find_object("optim.loss_scaler"))
+    assert scaler["cur_scale"] == 64 and scaler["dynamic"] is True and scaler["scale_window"] == 1000 and scaler["dtype"] == "float16"
+    assert source.read_object(source.catalog.find_object("optim.dynamic_loss_scale")) is True
+
+
+@pytest.mark.parametrize("name", ["z0_bf16_adafactor_w2", "z1_bf16_tiny_w8", "z2_bf16_tiny_w5", "z3_fp32_tiny_w1"])
+def test_a_parameter_without_elements(name: str) -> None:
+    catalog = open_source(folder(name)).catalog
+    row = catalog.tensor(catalog.find_named(Role.WEIGHT, "nothing"))
+    assert row.shape == (0, 3) and catalog.find_named(Role.MASTER, "nothing") is None
+
+
+@pytest.mark.parametrize("name", ["z1_bf16_tiny_w1", "z2_bf16_tiny_w5", "z3_bf16_tiny_w6"])
+def test_a_buffer_that_is_not_persistent_is_not_there(name: str) -> None:
+    catalog = open_source(folder(name)).catalog
+    assert catalog.find_named(Role.BUFFER, "temperature") is not None and catalog.find_canonical("model.scratch") is None
 
 
 def test_hyperparameters_name_all_parameters_of_several_subgroups() -> None:

@@ -36,7 +36,8 @@ def objects(source) -> dict[str, object]:
 def test_objects_and_provenance() -> None:
     source = open_source(DATA / "deepspeed" / "z0_fp16_fused_w2")
     found = objects(source)
-    assert found["optim.loss_scaler.cur_scale"] == 64 and found["optim.loss_scaler.dynamic_loss_scale"] is True
+    assert found["optim.loss_scaler"]["cur_scale"] == 64 and found["optim.loss_scaler"]["scale_window"] == 1000
+    assert found["optim.dynamic_loss_scale"] is True and found["optim.clip_grad"] == 1.0
     assert found["optim.param_groups.0.params"][0] == "embed.weight" and found["optim.param_groups.0.weight_decay"] == 0.1
     assert found["lr_scheduler"] == {"last_batch_iteration": 1}
     assert source.provenance["zero_stage"] == 0 and source.provenance["dp"] == 2 and "unnamed" not in source.provenance

@@ -111,6 +111,7 @@ def test_where_it_is(copy) -> None:
     assert open_source(root / TAG).catalog.keys == keys and open_source(root, tag=TAG).catalog.keys == keys
     (root / "latest_universal").unlink()
     assert open_source(root, tag=TAG).catalog.keys == keys
+    assert open_source(root).catalog.keys == keys  # the only folder
     (root / "latest").write_text(TAG)
     assert open_source(root).catalog.keys == keys
     (root / "latest").unlink()

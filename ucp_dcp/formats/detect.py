@@ -61,6 +61,10 @@ def open_source(
         return open_dcp(store) if manifest is None else open_ucp(store, manifest)
     if folder is None:
         raise _unknown(store)
+    if folder.prefix and not folder.optim:  # the only tag, and no latest_universal
+        universal = find_universal(store, folder.tag)
+        if universal is not None:
+            return open_universal(store, universal, parse_all or parse_alone)
     return open_deepspeed(store, folder, parse_all or parse_alone)
 
 

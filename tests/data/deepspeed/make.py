@@ -119,9 +119,16 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - two)
 
 
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
 def adafactor(params):
     return torch.optim.Adafactor(params, lr=1e-2)
 
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FORCE = {"zero_force_ds_cpu_optimizer": False}  # torch's AdamW may be offloaded, too
 
 CONFIGS = {
     1: {
@@ -141,6 +148,8 @@ CONFIGS = {
         "z2_bf16_adafactor_w2": dict(stage=2, vocab=7, width=3, model=Tiny, client=adafactor),
         "z3_fp32_adafactor_w2": dict(stage=3, dtype="fp32", vocab=7, width=3, model=Tiny, client=adafactor),
         "z2_bf16_frozen_tied_w2": dict(stage=2, vocab=11, width=5, tied=True, freeze="blocks.0.mix"),
+        "z2_bf16_offload_w2": dict(stage=2, vocab=7, width=3, model=Tiny, client=adamw, zero=OFFLOAD, extra=FORCE),
+        "z3_bf16_offload_w2": dict(stage=3, vocab=7, width=3, model=Tiny, client=adamw, zero=OFFLOAD, extra=FORCE),
         "z1_bf16_universal_w2": dict(stage=1, vocab=11, width=5, tied=True, freeze="blocks.0.mix", universal=True),
         "z3_bf16_universal_w2": dict(stage=3, vocab=11, width=5, tied=True, freeze="blocks.0.mix", universal=True),
         "z3_bf16_w2": dict(stage=3),
@@ -262,7 +271,7 @@ def make(
     if hasattr(opt, "_hp_optimizer_states_linked"):  # DeepSpeed links states after the first group's first step only: link again
         opt._hp_optimizer_states_linked = False
         opt._lazy_init_hp_params_optimizer_state()
-    states = ["momentum_buffer"] if optimizer else ["exp_avg"] if client is Lion else ["variance"] if client else ["exp_avg", "exp_avg_sq"]
+    states = {Lion: ["exp_avg"], adafactor: ["variance"]}.get(client, ["momentum_buffer"] if optimizer else ["exp_avg", "exp_avg_sq"])
     truth = {}
     for n, p in engine.module.named_parameters():
         shape = tuple(getattr(p, "ds_shape", p.shape))

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
+
 from ...errors import CorruptCheckpointError, UnsupportedError
 from ...safe_pickle import EnumStub, StoredTensor, Stub, is_plain
 from ..torch_archive import Tree
@@ -113,7 +115,9 @@ class RankFile:
         return groups
 
     def scaler(self, value: Any, path: tuple[str | int, ...]) -> tuple[str, Any]:
-        """A LossScaler as the dict of its fields."""
-        if isinstance(value, Stub) and isinstance(value.state, dict) and is_plain(value.state):
-            return "inline", dict(value.state)
+        """A LossScaler as the dict of its fields; a dtype among them is its name."""
+        if isinstance(value, Stub) and isinstance(value.state, dict):
+            fields = {key: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for key, x in value.state.items()}
+            if is_plain(fields):
+                return "inline", fields
         return self.thing(value, path)

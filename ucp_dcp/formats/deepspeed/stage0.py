@@ -18,6 +18,7 @@ from ...dtypes import itemsize, torch_dtype
 from ...errors import CorruptCheckpointError, UnsupportedError
 from ...geometry import c_strides
 from ...names import Role
+from ...safe_pickle import is_plain
 from ...storage.store import Range, Store
 from .flat import pieces_of_group
 from .naming import FlatItem, Item, name_flat_groups, name_groups
@@ -28,7 +29,7 @@ __all__ = ["catalog_of_whole", "optimizer_record"]
 
 _SAMPLE = 128
 """Elements compared at either end of a parameter, where masters tell which is which."""
-_SCALER = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "clip_grad")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
 def optimizer_record(file: RankFile, store: Store, module: Mapping[str, Stored], buffers: set[str]) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def optimizer_record(file: RankFile, store: Store, module: Mapping[str, Stored],
         "ids": ids,
         "masters": None,
         "flat": None,
-        "objects": [(f"optim.loss_scaler.{k}", *file.thing(value[k], ("optimizer", k))) for k in _SCALER if wrapped and k in value],
+        "objects": _scaler(file, value) if wrapped else [],
     }
     if "fp32_groups_flat" in value:
         flats = [file.tensor(t, "fp32_groups_flat") for t in file.items(value["fp32_groups_flat"], "fp32_groups_flat")]
@@ -89,6 +90,16 @@ def optimizer_record(file: RankFile, store: Store, module: Mapping[str, Stored],
     items = [[Item(_shape(states.get(i, {}))) for i in group] for group in ids]
     record["names"] = name_groups([(name, Item(t[2])) for name, t in candidates], items)
     return record
+
+
+def _scaler(file: RankFile, value: Mapping[Any, Any]) -> list[tuple[str, str, Any]]:
+    """The loss scaler's fields as one object, under the names that the other stages have."""
+    fields = {key: value[key] for key in _SCALER if key in value}
+    if not is_plain(fields):
+        file.bad("the fields of the loss scaler are no plain values")
+    rest = [key for key in ("dynamic_loss_scale", "clip_grad") if key in value]
+    own: list[tuple[str, str, Any]] = [("optim.loss_scaler", "inline", fields)] if fields else []
+    return own + [(f"optim.{key}", *file.thing(value[key], ("optimizer", key))) for key in rest]
 
 
 def _parameters(module: Mapping[str, Stored], buffers: set[str]) -> list[tuple[str, Stored]]:
