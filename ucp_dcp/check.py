@@ -18,7 +18,7 @@ import torch
 
 from .dtypes import is_floating
 from .errors import MissingKeysError
-from .names import Role
+from .names import Role, canonical_name
 
 if TYPE_CHECKING:
     from .catalog import Catalog, TensorRow
@@ -154,13 +154,11 @@ def _comparable(dtype: str) -> bool:
 
 
 def _compare(checkpoint: Checkpoint, master: TensorRow, weight: TensorRow, found: Any) -> ParameterCheck:
-    from .checkpoint import StoredTensor
-
     differing = 0
     first: tuple[int, ...] | None = None
     level: torch.Tensor | None = None
     constant = True
-    stored_master, stored_weight = StoredTensor(checkpoint, master), StoredTensor(checkpoint, weight)
+    stored_master, stored_weight = (checkpoint[canonical_name(row.role, row.fqn, row.state, row.key)] for row in (master, weight))
     for index in _slabs(master.shape, SLAB):
         low = stored_weight[index]
         high = stored_master[index].to(low.dtype)

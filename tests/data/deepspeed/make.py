@@ -232,7 +232,7 @@ def make(
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
         "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 5e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, **(zero or {})},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1000000,
