@@ -123,7 +123,6 @@ class RankPool:
             for worker in workers:
                 if worker.done is None:
                     worker.kill()
-                    self._workers.remove(worker)
         results = []
         for worker in workers:
             assert worker.done is not None and worker.done.result is not None
@@ -144,11 +143,11 @@ class RankPool:
 
             # Hosted here, so that it outlives every rank and no rank has to guess a free port.
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for worker in [w for w in self._workers if not w.process.is_alive()]:
-            worker.kill()
-            self._workers.remove(worker)
         ctx = multiprocessing.get_context("spawn")
-        for _ in range(n - len(self._workers)):
+        for rank in range(n):
+            # A process keeps its rank for life: torch's caches of meshes remember it.
+            if rank < len(self._workers) and self._workers[rank].process.is_alive():
+                continue
             ours, theirs = ctx.Pipe()
             stacks = Path(self._dir.name) / f"stacks-{self.started}"
             # Not a daemon: the code under test may start processes of its own.
@@ -156,7 +155,12 @@ class RankPool:
             process.start()
             theirs.close()
             self.started += 1
-            self._workers.append(_Worker(process, ours, stacks))
+            started = _Worker(process, ours, stacks)
+            if rank < len(self._workers):
+                self._workers[rank].kill()
+                self._workers[rank] = started
+            else:
+                self._workers.append(started)
 
     def _collect(self, workers: list[_Worker], what: str, timeout: float) -> None:
         world = len(workers)
@@ -272,7 +276,7 @@ def _process_group(job: _Job) -> Any:
 
     host, port = job.store
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world), MASTER_ADDR=host, MASTER_PORT=str(port))
-    limit = timedelta(seconds=30)
+    limit = timedelta(seconds=120)  # a busy machine may need many seconds to import what a rank needs
     store = dist.PrefixStore(f"run-{job.run}", dist.TCPStore(host, port, is_master=False, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=limit)
     try:
@@ -280,6 +284,17 @@ def _process_group(job: _Job) -> Any:
     finally:
         if dist.is_initialized():  # the function may have destroyed it itself
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor caches how operators shard, with the mesh it saw first; a mesh of a later group is equal to it, but its groups are gone."""
+    import torch
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _resolve(job: _Job) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,14 +24,22 @@ from .storage.dcp_writer import UCPStorageWriter
 
 __all__ = ["load", "save"]
 
+_log = logging.getLogger(__name__)
+
 
 def _raise_cause(error: CheckpointException) -> None:
-    """Raise our own error out of DCP's wrapper, which is the same on all ranks: that of the lowest failed rank (D17)."""
-    for rank in sorted(error.failures):
-        cause = error.failures[rank][0]
+    """Raise our own error out of DCP's wrapper, the same on all ranks: that of the lowest failed rank that has one of ours (D17).
+
+    Another exception becomes a UCPError, for DCP's wrapper is no ``Exception``. What is none itself (an interrupt) stays in the wrapper.
+    """
+    causes = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+    others = "" if len(causes) == 1 else f" (and {len(causes) - 1} more ranks failed)"
+    for rank, cause in causes.items():
         if isinstance(cause, UCPError):
-            others = "" if len(error.failures) == 1 else f" (and {len(error.failures) - 1} more ranks failed)"
             raise type(cause)(f"rank {rank}: {cause}{others}") from error
+    if all(isinstance(cause, Exception) for cause in causes.values()):
+        rank, cause = next(iter(causes.items()))
+        raise UCPError(f"rank {rank}: {type(cause).__name__}: {cause}{others}") from error
     raise error
 
 
@@ -60,6 +69,7 @@ def save(
     error the checkpoint that lay there before is still complete.
     """
     planner = UCPSavePlanner(layout=layout, roots=roots, check_replicas=check_replicas, process_group=_group(process_group, no_dist))
+    planner._no_dist = no_dist
     writer = UCPStorageWriter(
         url, overwrite=overwrite, stock_metadata=stock_metadata, provenance=provenance, storage_options=storage_options
     )
@@ -67,7 +77,10 @@ def save(
         dcp_save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:
         # every rank has reported by now, so nobody writes into the failed generation any more
-        writer.abandon()
+        try:
+            writer.abandon()
+        except UCPError as rest:
+            _log.warning("%s: the files of a failed save were not deleted: %s", os.fspath(url), rest)
         _raise_cause(error)
 
 

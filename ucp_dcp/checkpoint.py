@@ -10,10 +10,12 @@ import torch
 
 from .catalog import Catalog, FileRow, ObjectRow, TensorRow
 from .dtypes import itemsize, torch_dtype
-from .errors import MissingKeysError, PlanError
+from .errors import MissingKeysError
 from .formats import Source, open_source
 from .geometry import Box, boxes_to_array, intersect_pairs
 from .names import Role, canonical_name
+from .planners.resolve import nearest
+from .planners.stored import check_covered, check_groups
 from .storage.store import Store, open_store
 from .transfer import Copy, ReadStats, read_copies
 
@@ -23,8 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
 
 
+_GAP = 4096  # bytes between two runs that are read in one range, as in UCPStorageReader
+
+
 class StoredTensor:
-    """One global tensor of an open checkpoint. ``t[1:3, :, 0]`` reads just those elements and returns a torch tensor."""
+    """One global tensor of an open checkpoint. ``t[1:3, :, 0]`` reads just those elements and returns a torch tensor.
+
+    A slice with a step reads everything between its first and last element.
+    """
 
     def __init__(self, checkpoint: Checkpoint, row: TensorRow) -> None:
         self._checkpoint = checkpoint
@@ -87,7 +95,7 @@ class StoredTensor:
         return f"StoredTensor({self.name!r}, shape={self.shape}, dtype={self._row.dtype}, chunks={len(self.chunks)})"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a numpy-style slice (integers, slices with positive steps, ``...``). Raises IndexError as numpy does."""
+        """Read a numpy-style slice (integers, slices with positive steps, ``...``). Raises IndexError as numpy does, CoverageError."""
         box, steps, dropped = _parse_index(index, self.shape, self.name)
         out = torch.empty(box.size, dtype=self.dtype)
         self._checkpoint._read(self._row, box, out)
@@ -189,8 +197,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
         row = self.catalog.find_canonical(name)
         row = self.catalog.find(name) if row is None else row
         if row is None:
-            from .planners.resolve import nearest
-
             hint = "; it is an object: use .objects" if self.catalog.find_object(name) is not None else nearest(name, self.catalog)
             raise MissingKeysError(f"{name!r} is not a tensor of {self.url}{hint}")
         return StoredTensor(self, self.catalog.tensor(row))
@@ -219,9 +225,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         catalog = self.catalog
         ndim = len(row.shape)
         boxes = catalog.boxes(row.index)
-        _, chunk, parts = intersect_pairs(boxes_to_array([box], ndim), boxes)
+        check_groups(row.key, row.index, catalog)
+        want, chunk, parts = intersect_pairs(boxes_to_array([box], ndim), boxes)
+        check_covered(row.key, row.key, [box], want, chunk, parts)
         first = catalog.chunk_range(row.index)[0]
-        found = 0
         copies = []
         for h, (offset, size) in zip(chunk.tolist(), parts.tolist(), strict=True):
             view = out
@@ -229,10 +236,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
             stored = boxes[h, 0].tolist()
             copies.append(Copy(first + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
-            found += view.numel()
-        if found != box.numel:
-            raise PlanError(f"{row.key!r}: the checkpoint holds {found} of the {box.numel} elements asked for")
-        read_copies(self._source, copies, stats=self.stats)
+        read_copies(self._source, copies, gap=_GAP, stats=self.stats)
 
 
 class ObjectView(Mapping[str, Any]):

@@ -7,12 +7,13 @@ chunk is never read whole when a part is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .dtypes import ITEMSIZE, NAMES, torch_dtype
 from .errors import CorruptCheckpointError
@@ -22,10 +23,11 @@ from .storage.store import Range
 if TYPE_CHECKING:
     from .formats import Source
 
-__all__ = ["Copy", "ReadStats", "read_copies"]
+__all__ = ["Copy", "ReadStats", "flat_bytes", "read_copies"]
 
 _SCRATCH = 64 << 20  # bytes of scratch memory in use at once
 _BATCH = 2048  # ranges handed to the store at once
+_SECTOR = 512  # bytes: a smaller gap costs less to read than to leave out
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,17 @@ class ReadStats:
     bytes_wanted: int = 0
 
 
-@dataclass(slots=True)
-class _Pending:
-    """Ranges waiting to be read, with what to do once their bytes are there."""
-
-    ranges: list[Range]
-    into: list[memoryview]
-    finish: list[tuple[torch.Tensor, torch.Tensor]]  # (scratch view, destination)
-    scratch: int = 0
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor as a flat uint8 tensor over the same memory."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= 1:  # contiguous whatever its stride is, which view() does not accept
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(tensor).numpy().data
 
 
 def _slabs(copy: Copy, itemsize: int) -> Iterator[Copy]:
@@ -83,7 +83,7 @@ def read_copies(source: Source, copies: Iterable[Copy], *, gap: int = 0, stats: 
         source: an open checkpoint.
         copies: what to read; views may be on any device, of any dtype that torch can cast to, and strided.
         gap: two runs of one copy that are at most this many bytes apart are read as one range, while that reads at most twice
-            the wanted bytes.
+            the wanted bytes or the runs are less than 512 bytes apart.
 
     Raises StoreError / CorruptCheckpointError naming the file when bytes are missing.
     """
@@ -93,79 +93,114 @@ def read_copies(source: Source, copies: Iterable[Copy], *, gap: int = 0, stats: 
         return stats
     located = source.locate(np.asarray([c.chunk for c in work], dtype=np.int64))
     files = source.catalog.files
-    order = np.lexsort((located.offset, located.file))
-    pending = _Pending([], [], [])
-    for i in order.tolist():
-        code = int(located.dtype[i])
-        width = ITEMSIZE[code]
-        dtype = torch_dtype(NAMES[code])
+    reading = _Reading(source, gap, stats)
+    codes, file, offset = located.dtype.tolist(), located.file.tolist(), located.offset.tolist()
+    for i in np.lexsort((located.offset, located.file)).tolist():
+        width = ITEMSIZE[codes[i]]
+        dtype = torch_dtype(NAMES[codes[i]])
         strides = tuple(int(s) for s in located.strides[i])
-        path = files[int(located.file[i])].path
-        base = int(located.offset[i])
+        path = files[file[i]].path
         for copy in _slabs(work[i], width):
-            start = base + width * sum(o * s for o, s in zip(copy.offset, strides, strict=True))
-            _plan_copy(copy, dtype, width, strides, path, start, gap, pending, stats)
-            if pending.scratch > _SCRATCH or len(pending.ranges) >= _BATCH:
-                _flush(source, pending, stats)
-    _flush(source, pending, stats)
+            start = offset[i] + width * sum(o * s for o, s in zip(copy.offset, strides, strict=True))
+            reading.add(copy.view.detach(), dtype, width, strides, path, start)
+    reading.flush()
     return stats
 
 
-def _plan_copy(
-    copy: Copy,
-    dtype: torch.dtype,
-    width: int,
-    strides: Sequence[int],
-    path: str,
-    start: int,
-    gap: int,
-    pending: _Pending,
-    stats: ReadStats,
-) -> None:
-    size = tuple(copy.view.shape)
-    run = runs(size, strides)
-    nbytes = copy.view.numel() * width
-    stats.bytes_wanted += nbytes
-    length = run.length * width
-    begins = run.starts * width
-    span = int(begins[-1]) + length if len(begins) else 0
-    destination = copy.view.detach()
-    ordered = destination.permute(run.dims)
-    # a broadcast (stride 0) chunk stores fewer elements than the box has, so its bytes cannot be the destination's
-    direct = destination.device.type == "cpu" and destination.dtype == dtype and tuple(ordered.shape) == run.shape
-    if direct and ordered.is_contiguous() and not ordered.is_conj() and not ordered.is_neg():
-        memory = _memory(ordered)
-    elif len(begins) > 1 and int(np.diff(begins).max()) - length <= gap and span <= 2 * len(begins) * length:
-        # few wasted bytes: one range over all runs, the strides pick the elements out of it
-        scratch = torch.empty(span, dtype=torch.uint8)
-        view = scratch[: span - span % width].view(dtype).as_strided(size, tuple(strides))
-        pending.ranges.append(Range(path, start, span))
-        pending.into.append(scratch.numpy().data)
-        pending.finish.append((view, destination))
-        pending.scratch += span
-        return
-    else:
+class _Reading:
+    """Ranges waiting to be read, with what to do once their bytes are there."""
+
+    def __init__(self, source: Source, gap: int, stats: ReadStats) -> None:
+        self._source = source
+        self._gap = gap
+        self._stats = stats
+        self._ranges: list[Range] = []
+        self._into: list[memoryview] = []
+        self._finish: list[tuple[torch.Tensor, torch.Tensor]] = []  # (scratch view, destination)
+        self._scratch = 0
+
+    def add(self, destination: torch.Tensor, dtype: torch.dtype, width: int, strides: tuple[int, ...], path: str, start: int) -> None:
+        """A box of the destination's shape whose first element is at byte ``start``, with these element strides."""
+        size = tuple(destination.shape)
+        run = runs(size, strides)
+        length = run.length * width
+        begins = run.starts * width
         stored = len(begins) * length
+        ordered = destination.permute(run.dims)
+        # a broadcast (stride 0) chunk stores fewer elements than the box has, so its bytes cannot be the destination's
+        direct = destination.device.type == "cpu" and destination.dtype == dtype and tuple(ordered.shape) == run.shape
+        direct = direct and ordered.is_contiguous() and not ordered.is_conj() and not ordered.is_neg()
+        if len(begins) > 1:
+            span = int(begins[-1]) + length
+            apart = int(np.diff(begins).max()) - length
+            # long runs are better read straight to where they belong, whatever lies between them
+            if apart <= self._gap and (apart < _SECTOR or span <= 2 * stored) and not (direct and length >= _SECTOR):
+                self._add_span(destination, dtype, width, strides, path, start, span, run.dims[0])
+                return
+        if direct:
+            self._stats.bytes_wanted += destination.numel() * width
+            self._add_runs(path, start, begins, length, _memory(ordered))
+            return
+        self._stats.bytes_wanted += destination.numel() * width
+        self._make_room(stored)
         scratch = torch.empty(stored, dtype=torch.uint8)
         packed = scratch.view(dtype).reshape(run.shape)
         inverse = [run.dims.index(d) for d in range(len(size))]
-        pending.finish.append((packed.permute(inverse).expand(size), destination))
-        pending.scratch += stored
-        memory = scratch.numpy().data
-    for k, begin in enumerate(begins.tolist()):
-        pending.ranges.append(Range(path, start + begin, length))
-        pending.into.append(memory[k * length : (k + 1) * length])
+        self._add_runs(path, start, begins, length, scratch.numpy().data)
+        self._finish.append((packed.permute(inverse).expand(size), destination))
 
+    def _add_span(
+        self,
+        destination: torch.Tensor,
+        dtype: torch.dtype,
+        width: int,
+        strides: tuple[int, ...],
+        path: str,
+        start: int,
+        span: int,
+        dim: int,
+    ) -> None:
+        """Few wasted bytes: one range over all runs; the strides pick the elements out. ``dim``: the outermost in the file."""
+        extent = destination.shape[dim]
+        if span > _SCRATCH // 2 and extent > 1:
+            step = max(1, extent * (_SCRATCH // 2) // span)
+            for begin in range(0, extent, step):
+                part = destination.narrow(dim, begin, min(step, extent - begin))
+                self.add(part, dtype, width, strides, path, start + begin * strides[dim] * width)
+            return
+        self._stats.bytes_wanted += destination.numel() * width
+        self._make_room(span)
+        scratch = torch.empty(span, dtype=torch.uint8)
+        self._ranges.append(Range(path, start, span))
+        self._into.append(scratch.numpy().data)
+        self._finish.append((scratch.view(dtype).as_strided(tuple(destination.shape), strides), destination))
 
-def _flush(source: Source, pending: _Pending, stats: ReadStats) -> None:
-    if pending.ranges:
-        for wanted in pending.ranges:
+    def _add_runs(self, path: str, start: int, begins: NDArray[np.int64], length: int, memory: memoryview) -> None:
+        for k, begin in enumerate(begins.tolist()):
+            if len(self._ranges) >= _BATCH:
+                self._read()
+            self._ranges.append(Range(path, start + begin, length))
+            self._into.append(memory[k * length : (k + 1) * length])
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._scratch + nbytes > _SCRATCH:
+            self.flush()
+        self._scratch += nbytes
+
+    def _read(self) -> None:
+        for wanted in self._ranges:
             if wanted.start < 0 or wanted.length < 0:
                 raise CorruptCheckpointError(f"file {wanted.path!r}: a chunk lies at byte {wanted.start} with length {wanted.length}")
-        source.store.read_ranges(pending.ranges, pending.into)
-        stats.ranges += len(pending.ranges)
-        stats.bytes_read += sum(r.length for r in pending.ranges)
-    with torch.no_grad():
-        for value, destination in pending.finish:
-            destination.copy_(value)
-    pending.ranges, pending.into, pending.finish, pending.scratch = [], [], [], 0
+        if self._ranges:
+            self._source.store.read_ranges(self._ranges, self._into)
+        self._stats.ranges += len(self._ranges)
+        self._stats.bytes_read += sum(r.length for r in self._ranges)
+        self._ranges, self._into = [], []
+
+    def flush(self) -> None:
+        """Read everything that waits, and put scratch memory where it belongs."""
+        self._read()
+        with torch.no_grad():
+            for value, destination in self._finish:
+                destination.copy_(value)
+        self._finish, self._scratch = [], 0

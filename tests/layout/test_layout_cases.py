@@ -499,7 +499,7 @@ def test_an_element_of_padding_is_no_tensor() -> None:
 
 
 def test_A35_partition_of_padding_only_is_known() -> None:
-    """7 elements over 3 ranks, padded to 12: rank 2 holds padding only, and its load must know that the buffer is one of the wanted ones."""
+    """7 elements over 3 ranks, padded to 12: rank 2 holds padding only, and its load must know that the buffer is wanted."""
     state = flat_state(2, 3, torch.full((12,), -3.0))
     collected = collect(state, layout=zero1(2, 3, [["p0", "p1"]], {"p0": (3,), "p1": (2, 2)}))
     empty = [f for f in collected.fragments if f.key.endswith("fp32")]

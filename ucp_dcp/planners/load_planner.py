@@ -13,26 +13,27 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ..catalog import Catalog, ObjectRow
+from ..catalog import Catalog, ObjectRow, TensorRow
 from ..dtypes import name_of
 from ..errors import (
-    CoverageError,
     MissingKeysError,
     PlanError,
     ShapeMismatchError,
     UCPError,
-    UnsupportedError,
 )
 from ..formats import Source, catalog_from_metadata
-from ..geometry import boxes_to_array, check_cover, intersect_pairs
+from ..geometry import Box, boxes_to_array, full_box, intersect_pairs
 from ..layout import Collected, Fragment, Layout, ObjectLeaf, collect
 from ..names import Role
 from ..safe_pickle import load_object
 from ..spec.names import NameGlob
 from ..transfer import Copy, ReadStats, read_copies
+from .agree import guarded
+from .destinations import fill_number, place_of, put_object, stored_number
 from .report import LoadReport
-from .resolve import Found, SourceChoice, check_cast, nearest, resolve_tensor
+from .resolve import Found, Hints, SourceChoice, check_cast, resolve_tensor
 from .served import FailedMetadata, ServedMetadata
+from .stored import check_covered, check_groups, identity
 
 __all__ = ["LoadRequest", "UCPLoadPlanner"]
 
@@ -45,6 +46,9 @@ class LoadRequest:
 
     used: bytes
     per_rank: tuple[str, ...]
+    """Keys in the checkpoint of the wanted per-rank objects, without the rank."""
+    checkpoint: str
+    """Which checkpoint this rank sees: all must see the same."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,14 @@ class UCPLoadPlanner(LoadPlanner):
     ShapeMismatchError, DtypeMismatchError, CoverageError, LayoutError, PlanError.
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        # D18: only what the user gave travels, no tensor, no open source
+        names = ("layout", "roots", "strict", "include", "exclude", "rename", "dtype", "source", "master_from_weight", "allow_classes")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def __init__(
         self,
         *,
@@ -112,6 +124,8 @@ class UCPLoadPlanner(LoadPlanner):
         self.strict = strict
         self.include = list(include) if include is not None else None
         self.exclude = list(exclude or ())
+        self._include = [NameGlob(g) for g in self.include] if self.include is not None else None
+        self._exclude = [NameGlob(g) for g in self.exclude]
         self.rename = rename
         self.dtype: Literal["cast", "error"] = dtype
         self.source: SourceChoice = source
@@ -124,11 +138,15 @@ class UCPLoadPlanner(LoadPlanner):
         self._collected: Collected | None = None
         self._wanted = _Wanted()
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
+        self._scalar_at: dict[int, list[ObjectLeaf]] = {}
+        """id of a one-element tensor -> the places of its number; it lives in _wanted."""
+        self._hint: Callable[[str], str] = str
         self._bytes_for: dict[str, list[ObjectLeaf | Fragment]] = {}
         self._padding: list[torch.Tensor] = []
 
     # -- LoadPlanner ---------------------------------------------------------------------------------------------------------
 
+    @guarded
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Open the catalog and find the wanted fragments. Raises what ``read_metadata`` of our reader could not."""
         if isinstance(metadata, FailedMetadata) and metadata.error is not None:
@@ -143,12 +161,14 @@ class UCPLoadPlanner(LoadPlanner):
             raise PlanError("the storage reader returned no metadata")
         self._collected = collect(state_dict, layout=self.layout, roots=self.roots, shapes=self._stored_shape)
 
+    @guarded
     def create_local_plan(self) -> LoadPlan:
         """Resolve, check and intersect everything wanted. All problems of this rank are raised together."""
         if self._catalog is None or self._collected is None:
             raise PlanError("create_local_plan was called before set_up_planner")
         catalog = self._catalog
         self._wanted = _Wanted()
+        self._hint = Hints(catalog)
         used = np.zeros(catalog.n_tensors + len(catalog.objects), dtype=np.bool_)
         object_index = {id(row): i for i, row in enumerate(catalog.objects)}
         problems: dict[str, UCPError] = {}
@@ -170,10 +190,11 @@ class UCPLoadPlanner(LoadPlanner):
         for leaf in self._collected.objects:
             if not self._selected(leaf.key):
                 continue
-            if leaf.per_rank:
-                per_rank.append(leaf.key)
-                continue
             try:
+                place_of(self._state_dict, leaf)
+                if leaf.per_rank:
+                    per_rank.append(self._source_key(leaf.key))
+                    continue
                 self._want_object(leaf, catalog, used, object_index)
             except UCPError as error:
                 problems[leaf.key] = error
@@ -184,9 +205,10 @@ class UCPLoadPlanner(LoadPlanner):
         padding = [p for p in self._collected.padding if p.view.untyped_storage().data_ptr() in touched]
         self._padding = [p.view for p in padding]
         self.report.padded = sorted({p.key for p in padding})
-        request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank))
+        request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank), identity(catalog))
         return LoadPlan(items=[], planner_data=request)
 
+    @guarded
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Per-rank objects and unexpected keys need all ranks; the coordinator answers with columns only."""
         catalog = self._require_catalog()
@@ -198,6 +220,8 @@ class UCPLoadPlanner(LoadPlanner):
             request = plan.planner_data
             if not isinstance(request, LoadRequest):
                 raise PlanError(f"rank {rank} did not plan with UCPLoadPlanner (found {type(request).__name__})")
+            if request.checkpoint != identity(catalog):
+                raise PlanError(f"rank {rank} sees another checkpoint than rank 0: it was replaced meanwhile; load again")
             mask = np.unpackbits(np.frombuffer(request.used, dtype=np.uint8), count=total).astype(np.bool_)
             used |= mask
             for key in request.per_rank:
@@ -218,6 +242,7 @@ class UCPLoadPlanner(LoadPlanner):
         unused = np.packbits(~used).tobytes()
         return [LoadPlan(items=[], storage_data=p.storage_data, planner_data=LoadOrder(i, unused)) for i, p in enumerate(global_plan)]
 
+    @guarded
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """All ranks agreed: with a stock reader make its ReadItems; padding is filled here."""
         catalog = self._require_catalog()
@@ -230,7 +255,7 @@ class UCPLoadPlanner(LoadPlanner):
         self.report.unexpected = [names[i] for i in np.flatnonzero(unused).tolist()]
         for leaf in self._collected.objects if self._collected else ():
             if leaf.per_rank and self._selected(leaf.key):
-                row = catalog.find_object(f"{leaf.key}.per_rank.{order.rank}")
+                row = catalog.find_object(f"{self._source_key(leaf.key)}.per_rank.{order.rank}")
                 if row is None:
                     self.report.missing.append(leaf.key)
                 else:
@@ -251,10 +276,10 @@ class UCPLoadPlanner(LoadPlanner):
         return self._catalog
 
     def _selected(self, key: str) -> bool:
-        if self.include is not None and not any(NameGlob(g).match(key) is not None for g in self.include):
+        if self._include is not None and not any(g.match(key) is not None for g in self._include):
             self.report.skipped[key] = "not in include"
             return False
-        if any(NameGlob(g).match(key) is not None for g in self.exclude):
+        if any(g.match(key) is not None for g in self._exclude):
             self.report.skipped[key] = "in exclude"
             return False
         return True
@@ -284,8 +309,10 @@ class UCPLoadPlanner(LoadPlanner):
         object_index: Mapping[int, int],
     ) -> None:
         first = fragments[0]
+        if first.view.is_meta:
+            raise PlanError(f"tensor {key!r} is on the meta device: it has no memory to load into; make it real first (to_empty)")
         found = resolve_tensor(
-            first, self._source_key(key), catalog, masters, source=self.source, master_from_weight=self.master_from_weight
+            first, self._source_key(key), catalog, masters, self._hint, source=self.source, master_from_weight=self.master_from_weight
         )
         if found.value is not None:
             if any(f.view.numel() > 1 for f in fragments):
@@ -312,26 +339,33 @@ class UCPLoadPlanner(LoadPlanner):
                 raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {wanted_shape}, but {row.key!r} is stored as {row.shape}")
         wanted_dtype = name_of(fragments[0].view.dtype)
         cast = check_cast(key, row.dtype, wanted_dtype, self.dtype)
-        _check_groups(row.key, row.index, catalog)
-        wanted = [f for f in fragments if not f.box.empty]
-        ndim = len(row.shape)
-        boxes = catalog.boxes(row.index)
-        iw, ih, parts = intersect_pairs(boxes_to_array([f.box for f in wanted], ndim), boxes)
-        _check_covered(key, row.key, [f.box for f in wanted], iw, ih, parts)
-        base = catalog.chunk_range(row.index)[0]
-        copies = []
-        for w, h, (offset, size) in zip(iw.tolist(), ih.tolist(), parts.tolist(), strict=True):
-            fragment = wanted[w]
-            view = fragment.view
-            for dim in range(ndim):
-                view = view.narrow(dim, offset[dim] - fragment.box.offset[dim], size[dim])
-            stored_offset = boxes[h, 0].tolist()
-            copies.append((Copy(base + h, tuple(o - s for o, s in zip(offset, stored_offset, strict=True)), view), tuple(stored_offset)))
-        for copy, stored in copies:
-            self._wanted.copies.append(copy)
-            self._wanted.boxes.append((row.key, stored))
+        self._want_boxes(key, [(f.box, f.view) for f in fragments if not f.box.empty], row, catalog)
         if cast:
             self.report.cast[key] = (row.dtype, wanted_dtype)
+
+    def _want_boxes(self, key: str, wanted: list[tuple[Box, torch.Tensor]], row: TensorRow, catalog: Catalog) -> None:
+        """Copies of the stored chunks that fill these boxes; nothing is kept when some of it is not there."""
+        check_groups(row.key, row.index, catalog)
+        boxes = catalog.boxes(row.index)
+        base = catalog.chunk_range(row.index)[0]
+        if len(boxes) == 1 and len(wanted) == 1:  # most tensors of most loads
+            box, view = wanted[0]
+            offset, size = boxes[0].tolist()
+            if Box(tuple(offset), tuple(size)).contains(box):
+                self._wanted.copies.append(Copy(base, tuple(o - s for o, s in zip(box.offset, offset, strict=True)), view))
+                self._wanted.boxes.append((row.key, tuple(offset)))
+                return
+        ndim = len(row.shape)
+        iw, ih, parts = intersect_pairs(boxes_to_array([box for box, _ in wanted], ndim), boxes)
+        check_covered(key, row.key, [box for box, _ in wanted], iw, ih, parts)
+        for w, h, (offset, size) in zip(iw.tolist(), ih.tolist(), parts.tolist(), strict=True):
+            box, view = wanted[w]
+            for dim in range(ndim):
+                if size[dim] != view.shape[dim]:
+                    view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
+            stored = tuple(boxes[h, 0].tolist())
+            self._wanted.copies.append(Copy(base + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
+            self._wanted.boxes.append((row.key, stored))
 
     def _want_object(self, leaf: ObjectLeaf, catalog: Catalog, used: npt.NDArray[np.bool_], object_index: Mapping[int, int]) -> None:
         key = self._source_key(leaf.key)
@@ -344,7 +378,7 @@ class UCPLoadPlanner(LoadPlanner):
             t = catalog.find(key)
             t = catalog.find_canonical(key) if t is None else t
             if t is None:
-                raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{nearest(key, catalog)}")
+                raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{self._hint(key)}")
             tensor = catalog.tensor(t)
             if _numel(tensor.shape) != 1 or isinstance(leaf.value, str | bytes | list | dict | tuple):
                 raise PlanError(
@@ -354,9 +388,7 @@ class UCPLoadPlanner(LoadPlanner):
             from ..dtypes import torch_dtype
 
             number = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
-            base = catalog.chunk_range(t)[0]
-            self._wanted.copies.append(Copy(base, (0,) * len(tensor.shape), number))
-            self._wanted.boxes.append((tensor.key, (0,) * len(tensor.shape)))
+            self._want_boxes(leaf.key, [(full_box(tensor.shape), number)], tensor, catalog)
             self._wanted.scalars.append((number, leaf))
             used[t] = True
             self.report.source[leaf.key] = "key"
@@ -388,20 +420,24 @@ class UCPLoadPlanner(LoadPlanner):
         objects = [(source.read_object(row, self.allow_classes), leaf) for row, leaf in self._wanted.objects]
         numbers = [(source.read_object(row, self.allow_classes), fragment) for row, fragment in self._wanted.numbers]
         for value, fragment in numbers:
-            _number(fragment.key, value)
+            stored_number(fragment, value)
         stats = read_copies(source, self._wanted.copies, gap=gap, stats=ReadStats())
         self.report.bytes_read, self.report.bytes_wanted, self.report.ranges = stats.bytes_read, stats.bytes_wanted, stats.ranges
         for value, fragment in numbers:
-            self._fill_number(fragment, value)
+            fill_number(fragment, value)
         for value, leaf in objects:
-            self._set(leaf, value)
-        self._commit_scalars()
+            put_object(self._state_dict, leaf, value)
+        for number, leaf in self._wanted.scalars:
+            put_object(self._state_dict, leaf, number.reshape(()).item())
 
     # -- stock storage reader --------------------------------------------------------------------------------------------------
 
     def _read_items(self) -> list[ReadItem]:
         items: list[ReadItem] = []
         self._targets = {}
+        self._scalar_at = {}
+        for number, leaf in self._wanted.scalars:
+            self._scalar_at.setdefault(id(number), []).append(leaf)
         for i, (copy, (key, stored)) in enumerate(zip(self._wanted.copies, self._wanted.boxes, strict=True)):
             dest = MetadataIndex(f"ucp.{i}")
             self._targets[dest] = copy.view
@@ -426,14 +462,15 @@ class UCPLoadPlanner(LoadPlanner):
             self._bytes_for.setdefault(row.key, []).append(target)
         return items
 
+    @guarded
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """An object's bytes from a stock reader: through the restricted unpickler, never ``weights_only=False`` (D16)."""
         loaded = load_object(value.getvalue(), allow_classes=self.allow_classes, where=f"object {read_item.storage_index.fqn!r}")
         for target in self._bytes_for[read_item.storage_index.fqn]:
             if isinstance(target, Fragment):
-                self._fill_number(target, loaded)
+                fill_number(target, loaded)
             else:
-                self._set(target, loaded)
+                put_object(self._state_dict, target, loaded)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The destination view of a stock ReadItem."""
@@ -441,32 +478,10 @@ class UCPLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """The view was filled in place. One-element tensors that are wanted as numbers are put into the state dict here."""
-        self._commit_scalars(only=tensor)
-
-    # -- destinations ----------------------------------------------------------------------------------------------------------
-
-    def _fill_number(self, fragment: Fragment, value: Any) -> None:
-        with torch.no_grad():
-            fragment.view.detach().fill_(_number(fragment.key, value))
-
-    def _commit_scalars(self, only: torch.Tensor | None = None) -> None:
-        for number, leaf in self._wanted.scalars:
-            if only is None or number.data_ptr() == only.data_ptr():
-                self._set(leaf, number.reshape(()).item())
-
-    def _set(self, leaf: ObjectLeaf, value: Any) -> None:
-        if leaf.per_rank:
-            from ..layout import PerRank
-
-            value = PerRank(value)
-        place: Any = self._state_dict
-        path = leaf.local_path
-        for step in path[:-1]:
-            place = place[step]
-        try:
-            place[path[-1]] = value
-        except TypeError as error:
-            raise PlanError(f"object {leaf.key!r} lies in a {type(place).__name__}, which cannot be changed in place") from error
+        at = int(read_item.dest_index.fqn.removeprefix("ucp."))
+        number = self._wanted.copies[at].view
+        for leaf in self._scalar_at.get(id(number), ()):
+            put_object(self._state_dict, leaf, number.reshape(()).item())
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -482,43 +497,3 @@ def _reshaped(fragment: Fragment, shape: tuple[int, ...]) -> Fragment:
     from ..geometry import full_box
 
     return replace(fragment, shape=shape, box=full_box(shape), view=fragment.view.reshape(shape))
-
-
-def _number(key: str, value: Any) -> int | float | complex | bool:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.reshape(()).item()
-    if isinstance(value, np.generic):
-        value = value.item()
-    if not isinstance(value, int | float | complex | bool):
-        raise PlanError(f"tensor {key!r} is wanted, but a {type(value).__name__} is stored under that name")
-    return value
-
-
-def _check_groups(key: str, t: int, catalog: Catalog) -> None:
-    groups = np.unique(catalog.groups_of(t))
-    for g in groups[groups >= 0].tolist():
-        op = catalog.groups[g]["op"]
-        if op != "copy":
-            raise UnsupportedError(f"tensor {key!r} is stored in parts that must be combined by {op!r}; this version cannot do that")
-
-
-def _check_covered(
-    key: str, stored: str, boxes: Sequence[Any], iw: npt.NDArray[np.int64], ih: npt.NDArray[np.int64], parts: npt.NDArray[np.int64]
-) -> None:
-    """Every element of every wanted box must come from exactly one stored chunk."""
-    counts = np.bincount(iw, minlength=len(boxes))
-    order = np.argsort(iw, kind="stable")
-    edges = np.concatenate(([0], np.cumsum(counts)))
-    for w, box in enumerate(boxes):
-        mine = parts[order[edges[w] : edges[w + 1]]]
-        if len(mine) == 1 and tuple(mine[0, 1].tolist()) == box.size:
-            continue
-        relative = mine.copy()
-        relative[:, 0] -= np.asarray(box.offset, dtype=np.int64)
-        cover = check_cover(box.size, relative, limit=2)
-        if cover.ok:
-            continue
-        holes = [f"offset {tuple(a + b for a, b in zip(h.offset, box.offset, strict=True))} size {h.size}" for h in cover.holes]
-        if holes:
-            raise CoverageError(f"tensor {key!r}: the checkpoint has no bytes for part of {stored!r}: {'; '.join(holes)}")
-        raise CoverageError(f"tensor {key!r}: stored chunks of {stored!r} overlap: {[b.offset for _, _, b in cover.overlaps]}")

@@ -6,6 +6,7 @@ depends only on the logical content (box shape, dtype, elements in C order), not
 
 from __future__ import annotations
 
+import enum
 import io
 import struct
 from typing import Any, Literal
@@ -14,51 +15,73 @@ import numpy as np
 import torch
 import xxhash
 
+from ..geometry import flat_range_to_boxes
+from ..transfer import flat_bytes
+
 __all__ = ["CheckReplicas", "object_digest", "serialize_object", "tensor_digest"]
 
 CheckReplicas = Literal["full", "sample", "off"]
 
 _SAMPLE_LIMIT = 1 << 20  # bytes: up to this size the whole content is hashed in "sample" mode
-_SAMPLES_PER_DIM = 32
+_WINDOWS = 128  # above it, so many evenly spaced runs of elements (in C order) that make up as many bytes
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()).numpy().data
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    # as bytes, since torch cannot concatenate every dtype
+    return flat_bytes(flat.resolve_conj().resolve_neg().contiguous())
 
 
 def tensor_digest(view: torch.Tensor, mode: CheckReplicas) -> int | None:
     """64-bit digest of a tensor's content, None for mode "off". "sample": everything up to 1 MiB, evenly spaced parts above."""
     if mode == "off":
         return None
+    view = view.detach()
     digest = xxhash.xxh3_64()
     digest.update(f"{view.dtype}{tuple(view.shape)}".encode())
-    _feed(digest, view, _SAMPLE_LIMIT if mode == "sample" else None)
+    if mode == "sample" and view.numel() * view.element_size() > _SAMPLE_LIMIT:
+        # one copy of all samples: from a device that is one transfer
+        digest.update(_as_bytes(torch.cat([_bits(part) for part in _samples(view)])))
+    else:
+        _feed(digest, view)
     return int(digest.intdigest())
 
 
-def _feed(digest: xxhash.xxh3_64, view: torch.Tensor, budget: int | None) -> None:
+def _samples(view: torch.Tensor) -> list[torch.Tensor]:
+    """Evenly spaced runs of elements in C order, first and last element included: the same whatever the strides are."""
+    numel = view.numel()
+    width = _SAMPLE_LIMIT // _WINDOWS // view.element_size()
+    begins = np.linspace(0, numel - width, _WINDOWS, dtype=np.int64).tolist()
+    if view.is_contiguous():
+        flat = view.reshape(-1)
+        return [flat[begin : begin + width] for begin in begins]
+    out = []
+    for begin in begins:
+        for box in flat_range_to_boxes(tuple(view.shape), begin, begin + width):
+            part = view
+            for dim, (start, extent) in enumerate(zip(box.offset, box.size, strict=True)):
+                if extent != part.shape[dim]:
+                    part = part.narrow(dim, start, extent)
+            out.append(part.reshape(-1))
+    return out
+
+
+def _feed(digest: xxhash.xxh3_64, view: torch.Tensor) -> None:
+    """All bytes in C order, in slabs, so that a strided or device tensor is never copied whole."""
     nbytes = view.numel() * view.element_size()
-    if budget is None and nbytes > _SAMPLE_LIMIT and view.dim() > 0 and view.shape[0] > 1:
-        # full mode: hash in slabs, so that a strided or device tensor is never copied whole
-        step = max(1, view.shape[0] * _SAMPLE_LIMIT // nbytes)
-        for begin in range(0, view.shape[0], step):
-            _feed(digest, view[begin : begin + step], None)
-        return
-    if budget is None or nbytes <= budget or view.dim() == 0:
+    if nbytes <= _SAMPLE_LIMIT or (view.device.type == "cpu" and view.is_contiguous() and not view.is_conj() and not view.is_neg()):
         if nbytes:
             digest.update(_as_bytes(view))
         return
-    extent = view.shape[0]
-    if extent == 1:
-        _feed(digest, view[0], budget)
-    elif view.dim() == 1:
-        width = max(1, budget // _SAMPLES_PER_DIM // view.element_size())
-        for begin in np.linspace(0, extent - width, _SAMPLES_PER_DIM, dtype=np.int64):
-            digest.update(_as_bytes(view[int(begin) : int(begin) + width]))
-    else:
-        for index in np.unique(np.linspace(0, extent - 1, min(_SAMPLES_PER_DIM, extent), dtype=np.int64)):
-            _feed(digest, view[int(index)], budget // _SAMPLES_PER_DIM)
+    if view.shape[0] == 1:
+        _feed(digest, view[0])
+        return
+    step = max(1, view.shape[0] * _SAMPLE_LIMIT // nbytes)
+    for begin in range(0, view.shape[0], step):
+        _feed(digest, view[begin : begin + step])
 
 
 def serialize_object(value: Any) -> bytes:
@@ -80,22 +103,36 @@ def _feed_value(digest: xxhash.xxh3_128, value: Any, depth: int) -> bool:
     """Feed a canonical form; False when the value holds something that has none."""
     if depth > 64:
         return False
-    if value is None or isinstance(value, bool | int | str | bytes):
+    if isinstance(value, enum.Enum):
+        digest.update(f"enum:{type(value).__module__}.{type(value).__qualname__}.{value.name};".encode())
+    elif value is None or isinstance(value, bool | int | str | bytes):
         digest.update(f"{type(value).__name__}:{value!r};".encode())
-    elif isinstance(value, float):
-        digest.update(b"float:" + struct.pack("<d", value))
+    elif isinstance(value, float | complex):
+        digest.update(type(value).__name__.encode() + struct.pack("<dd", value.real, value.imag))
+    elif isinstance(value, torch.dtype | torch.device | torch.Size):
+        digest.update(f"{value!r};".encode())
     elif isinstance(value, torch.Tensor):
         digest.update(b"tensor:")
         digest.update((tensor_digest(value, "full") or 0).to_bytes(8, "little"))
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         digest.update(f"array:{value.dtype}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, list | tuple):
         digest.update(f"{'list' if isinstance(value, list) else 'tuple'}:{len(value)};".encode())
         return all(_feed_value(digest, item, depth + 1) for item in value)
+    elif isinstance(value, set | frozenset):
+        # their order differs between processes, and with it their pickle
+        digest.update(f"set:{len(value)};".encode())
+        members = []
+        for item in value:
+            member = xxhash.xxh3_128()
+            if not _feed_value(member, item, depth + 1):
+                return False
+            members.append(member.digest())
+        digest.update(b"".join(sorted(members)))
     elif isinstance(value, dict):
         digest.update(f"dict:{len(value)};".encode())
-        if not all(isinstance(k, str | int | float | bool | tuple) for k in value):
+        if not all(k is None or isinstance(k, str | bytes | int | float | bool | tuple) for k in value):
             return False
         ordered = sorted(value.items(), key=lambda kv: (type(kv[0]).__name__, repr(kv[0])))
         return all(_feed_value(digest, k, depth + 1) and _feed_value(digest, v, depth + 1) for k, v in ordered)

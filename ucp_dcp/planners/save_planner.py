@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Sav
 
 from ..dtypes import name_of
 from ..errors import PlanError, UnsupportedError
-from ..layout import Collected, Fragment, Layout, collect
-from .average import average_fragments
+from ..layout import Collected, Fragment, Layout, ObjectLeaf, PerRank, collect
+from .agree import agree, guarded
+from .average import average_fragments, check_averaged
 from .merge import merge_objects, merge_tensors
 from .planned import Assignment, PlannedMetadata, plan_chunks, stock_state_dict_metadata, ucp_planner_data
 from .replicas import CheckReplicas, object_digest, serialize_object, tensor_digest
@@ -34,6 +35,37 @@ class UCPStorageMeta(StorageMeta):
 def _averages(layout: Layout) -> bool:
     """Whether any rule averages: the same on all ranks of one spec, so that all of them enter the collectives."""
     return any(step.kind == "Average" for rule in layout.spec.rules for step in rule.steps)
+
+
+def _dtype_name(fragment: Fragment) -> str:
+    if fragment.view.is_meta:
+        raise PlanError(f"tensor {fragment.key!r} is on the meta device: it has no values to save")
+    try:
+        return name_of(fragment.view.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"tensor {fragment.key!r}: {error}") from None
+
+
+def _serialized(leaf: ObjectLeaf) -> tuple[bytes, bytes]:
+    """Bytes of an object and the digest of its value."""
+    if _holds_per_rank(leaf.value):
+        raise PlanError(
+            f"object {leaf.key!r} of type {type(leaf.value).__name__} holds a PerRank; PerRank works as a value of a dict or in a "
+            "list, not inside a tuple or another object"
+        )
+    try:
+        data = serialize_object(leaf.value)
+        return data, object_digest(leaf.value, data)
+    except Exception as error:
+        raise PlanError(f"object {leaf.key!r} of type {type(leaf.value).__name__} cannot be pickled: {error}") from error
+
+
+def _holds_per_rank(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, PerRank):
+        return True
+    if depth > 64 or not isinstance(value, dict | list | tuple):
+        return False
+    return any(_holds_per_rank(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 class UCPSavePlanner(SavePlanner):
@@ -71,6 +103,7 @@ class UCPSavePlanner(SavePlanner):
         self.roots = dict(roots) if roots is not None else None
         self.check_replicas: CheckReplicas = check_replicas
         self._process_group = process_group
+        self._no_dist = False
         self._collected: Collected | None = None
         self._fragments: list[Fragment] = []
         self._object_bytes: dict[str, bytes] = {}
@@ -88,19 +121,36 @@ class UCPSavePlanner(SavePlanner):
 
     # -- SavePlanner ---------------------------------------------------------------------------------------------------------
 
+    @guarded
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         """Find the fragments and objects of this rank. Collective only when the layout has ``Average()``."""
         self._ours = isinstance(storage_meta, UCPStorageMeta)
         self._assignment = None
-        self._collected = collected = collect(state_dict, layout=self.layout, roots=self.roots)
+        self._collected = None
+        averages = self.layout is not None and _averages(self.layout)
+        together = averages and not self._no_dist and dist.is_available() and dist.is_initialized()
+        error: Exception | None = None
+        collected = Collected()
+        try:
+            collected = collect(state_dict, layout=self.layout, roots=self.roots)
+            if self.layout is not None and averages:
+                check_averaged(collected.fragments, self.layout, alone=not together)
+        except Exception as failure:
+            if not together:
+                raise
+            error = failure
         fragments = collected.fragments
-        if self.layout is not None and _averages(self.layout):
+        if self.layout is not None and together:
+            # a rank that raised here would leave the others waiting for it in the collectives of the mean
+            agree(error, self._process_group)
             fragments = average_fragments(fragments, self.layout, self._process_group)
+        self._collected = collected
         self._fragments = sorted(
             (f for f in fragments if f.writes and not f.box.empty),
             key=lambda f: (f.key, f.box.offset, f.box.size),
         )
 
+    @guarded
     def create_local_plan(self) -> SavePlan:
         """One row per fragment, in numpy columns; ``items`` stays empty (design decision D2)."""
         if self._collected is None:
@@ -112,7 +162,7 @@ class UCPSavePlanner(SavePlanner):
                 int(fragment.role),
                 fragment.fqn,
                 fragment.state,
-                name_of(fragment.view.dtype),
+                _dtype_name(fragment),
                 tuple(fragment.shape),
                 fragment.pattern,
                 tuple(fragment.path),
@@ -124,21 +174,21 @@ class UCPSavePlanner(SavePlanner):
                 )
         order = sorted(rows)
         index = {key: i for i, key in enumerate(order)}
-        digests = [tensor_digest(f.view, self.check_replicas) if f.replicated else None for f in self._fragments]
+        # A layout is somebody's claim: a wrong one can give two ranks one box that each believes to hold alone, which no cover shows.
+        described = self.layout is not None
+        digests = [tensor_digest(f.view, self.check_replicas) if f.replicated or described else None for f in self._fragments]
         objects: list[ObjectEntry] = []
         self._object_bytes = {}
         for leaf in self._collected.objects:
             if leaf.key in rows:
                 raise PlanError(f"{leaf.key!r} is both a tensor and an object of this rank's state dict")
-            try:
-                data = serialize_object(leaf.value)
-            except Exception as error:
-                raise PlanError(f"object {leaf.key!r} of type {type(leaf.value).__name__} cannot be pickled: {error}") from error
+            data, digest = _serialized(leaf)
             self._object_bytes[leaf.key] = data
-            objects.append(ObjectEntry(leaf.key, tuple(leaf.path), object_digest(leaf.value, data), len(data), leaf.per_rank))
+            objects.append(ObjectEntry(leaf.key, tuple(leaf.path), digest, len(data), leaf.per_rank))
         local = pack_local([rows[k] for k in order], self._fragments, [index[f.key] for f in self._fragments], digests, objects)
         return SavePlan(items=[], planner_data=local)
 
+    @guarded
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check coverage and replicas, choose one writer for every byte (coordinator only)."""
         locals_: list[LocalPlan] = []
@@ -157,6 +207,7 @@ class UCPSavePlanner(SavePlanner):
             return plans, PlannedMetadata(planned=planned)
         return plans, Metadata(stock_state_dict_metadata(planned), planner_data=ucp_planner_data(planned))
 
+    @guarded
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """With a stock writer, expand this rank's own WriteItems; with ours the columns are the plan."""
         assignment = new_plan.planner_data

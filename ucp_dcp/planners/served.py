@@ -19,7 +19,7 @@ from ..catalog import Catalog
 from ..dtypes import torch_dtype
 from ..formats import Source
 
-__all__ = ["FailedMetadata", "ServedMetadata", "StockView"]
+__all__ = ["FailedMetadata", "PathView", "ServedMetadata", "StockView"]
 
 
 class StockView(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -52,6 +52,30 @@ class StockView(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return self._catalog.n_tensors + len(self._catalog.objects)
 
 
+class PathView(Mapping[str, tuple[str | int, ...]]):
+    """``Metadata.planner_data`` of a catalog: the nesting path of every key."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def __getitem__(self, key: str) -> tuple[str | int, ...]:
+        t = self._catalog.find(key)
+        if t is not None:
+            return tuple(self._catalog.tensor(t).path) or (key,)
+        row = self._catalog.find_object(key)
+        if row is None or row.key != key:
+            raise KeyError(key)
+        return tuple(row.path) or (key,)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._catalog.keys
+        for row in self._catalog.objects:
+            yield row.key
+
+    def __len__(self) -> int:
+        return self._catalog.n_tensors + len(self._catalog.objects)
+
+
 @dataclass
 class ServedMetadata(Metadata):
     """Metadata of an open :class:`~ucp_dcp.formats.Source`. Pickles without the source: DCP never sends it, tools may."""
@@ -63,9 +87,7 @@ class ServedMetadata(Metadata):
     def of(cls, source: Source) -> ServedMetadata:
         """The view of one open source."""
         catalog = source.catalog
-        planner_data = {key: catalog.tensor(i).path or (key,) for i, key in enumerate(catalog.keys)}
-        planner_data.update({row.key: tuple(row.path) or (row.key,) for row in catalog.objects})
-        return cls(state_dict_metadata=StockView(catalog), planner_data=planner_data, storage_data={}, source=source)
+        return cls(state_dict_metadata=StockView(catalog), planner_data=PathView(catalog), storage_data={}, source=source)
 
 
 @dataclass

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..errors import MissingKeysError, PlanError, UCPError, UnsupportedError
+from ..errors import MissingKeysError, PlanError, UnsupportedError
 from ..formats import Source, open_source
+from ..planners.agree import guarded, portable
 from ..planners.load_planner import UCPLoadPlanner
 from ..planners.replicas import serialize_object
 from ..planners.served import FailedMetadata, ServedMetadata
@@ -98,18 +99,20 @@ class UCPStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint. A failure is kept and raised by the next planning call: DCP would replace it by an AssertionError (D17)."""
         try:
-            if self._source is None:
-                store = open_store(self._url, **self._options)
-                if self._group is not None:
-                    self._source = open_shared(store, self._group, prefer=self._prefer)
-                else:
-                    self._source = open_source(store, prefer=self._prefer)
-        except UCPError as error:
-            return FailedMetadata(error=error, storage_meta=StorageMeta())
-        metadata = ServedMetadata.of(self._source)
+            # anew each time: what lies there may have been replaced since the last load with this reader
+            store = open_store(self._url, **self._options)
+            if self._group is not None:
+                self._source = open_shared(store, self._group, prefer=self._prefer)
+            else:
+                self._source = open_source(store, prefer=self._prefer)
+            metadata = ServedMetadata.of(self._source)
+        except Exception as error:
+            self._source = None
+            return FailedMetadata(error=portable(error), storage_meta=StorageMeta())
         metadata.storage_meta = StorageMeta(checkpoint_id=os.fspath(self._url))
         return metadata
 
+    @guarded
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Foreign planners do not look at failed metadata; here they get the cause."""
         if isinstance(metadata, FailedMetadata) and metadata.error is not None:
@@ -123,6 +126,7 @@ class UCPStorageReader(StorageReader):
         """Nothing to do."""
         return plans
 
+    @guarded
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's destinations."""
         if isinstance(planner, UCPLoadPlanner):
@@ -156,8 +160,12 @@ class UCPStorageReader(StorageReader):
                 raise MissingKeysError(f"tensor {key!r} is not in the checkpoint")
             if key not in chunk_at:
                 first = catalog.chunk_range(t)[0]
-                chunk_at[key] = {tuple(o): first + i for i, o in enumerate(catalog.boxes(t)[:, 0].tolist())}
+                # a chunk without elements may begin where a real one does
+                places = enumerate(catalog.boxes(t).tolist())
+                chunk_at[key] = {tuple(offset): first + i for i, (offset, size) in places if 0 not in size}
             chunk = chunk_at[key].get(tuple(item.storage_index.offset or ()))
+            if chunk is None and 0 in item.lengths:
+                continue
             if chunk is None:
                 raise PlanError(f"tensor {key!r} has no stored chunk at offset {item.storage_index.offset}")
             target = planner.resolve_tensor(item).detach()

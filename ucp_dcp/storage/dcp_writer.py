@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import uuid
@@ -24,8 +25,10 @@ from ..catalog import Catalog, CatalogBuilder, FileRow, ObjectRow
 from ..dtypes import CODES, name_of
 from ..errors import PlanError, UnsupportedError
 from ..names import Role
+from ..planners.agree import guarded
 from ..planners.planned import Planned, PlannedMetadata
 from ..planners.save_planner import UCPSavePlanner, UCPStorageMeta
+from ..transfer import flat_bytes
 from .commit import Begun, abandon, begin, commit, new_generation
 from .framing import align, tensor_frame
 from .index_file import write_index
@@ -90,6 +93,7 @@ class UCPStorageWriter(StorageWriter):
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
         self.provenance = dict(provenance or {})
+        _check_provenance(self.provenance)
         self._store: Store = open_store(url, **self._options)
         self._save_id = uuid.uuid4().hex
         self._begun: Begun | None = None
@@ -149,12 +153,14 @@ class UCPStorageWriter(StorageWriter):
         """Nothing to do on a rank before the overwrite decision."""
         return plan
 
+    @guarded
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide once for all ranks about overwriting, repair what a crash left behind, draw the generation (D3-D5)."""
         self._begun = begin(self._store, overwrite=self.overwrite)
         self._generation = new_generation()
         return [dataclasses.replace(plan, storage_data=_Order(self._generation, i, self.stock_metadata)) for i, plan in enumerate(plans)]
 
+    @guarded
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one file of the new generation; durable on return."""
         order = plan.storage_data
@@ -179,8 +185,10 @@ class UCPStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
+    @guarded
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Assemble the catalog and commit (coordinator)."""
+        self._check_generation(results)
         if isinstance(metadata, PlannedMetadata) and metadata.planned is not None:
             catalog, stock = self._finish_planned(metadata.planned, results)
         else:
@@ -200,6 +208,15 @@ class UCPStorageWriter(StorageWriter):
         commit(self._store, manifest, stock, begun=self._begun, overwrite=self.overwrite)
         self._generation = ""
         metadata.version = _STOCK_VERSION
+
+    def _check_generation(self, results: list[list[Any]]) -> None:
+        """Two saves at once with one writer (a second async_save before the first is done) must not share a manifest."""
+        paths = {r.path if isinstance(r, RankResult) else r.storage_data[0] for part in results for r in part}
+        if not self._generation or any(not path.startswith(f"{self._generation}/") for path in paths):
+            raise PlanError(
+                f"{self._store.url}: this UCPStorageWriter was used for another save while this one was under way; nothing was committed. "
+                "Wait for the first save, or use one writer for each"
+            )
 
     def abandon(self) -> None:
         """Delete what a failed save wrote (coordinator; only once no rank writes any more).
@@ -304,6 +321,23 @@ class UCPStorageWriter(StorageWriter):
         return builder.build(), pickle.dumps(stock)
 
 
+_RESERVED = ("writer", "torch", "world_size", "payload_crc32")
+_LARGEST_PROVENANCE = 32 << 10  # bytes of JSON: the manifest as a whole may have 64 KiB
+
+
+def _check_provenance(provenance: Mapping[str, Any]) -> None:
+    """Raises PlanError now for what the commit would refuse when all bytes are written."""
+    reserved = [name for name in _RESERVED if name in provenance]
+    if reserved:
+        raise PlanError(f"provenance field {reserved[0]!r} is written by this package; use another name")
+    try:
+        size = len(json.dumps(dict(provenance), allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanError(f"provenance is not plain JSON: {error}; use strings, numbers, lists and maps") from error
+    if size > _LARGEST_PROVENANCE:
+        raise PlanError(f"provenance has {size} bytes of JSON; at most {_LARGEST_PROVENANCE} are kept in a manifest")
+
+
 def _foreign_items(plan: SavePlan, planner: SavePlanner) -> tuple[Iterator[tuple[Any, torch.Tensor]], Iterator[tuple[Any, bytes]]]:
     tensors = [i for i in plan.items if i.type != WriteItemType.BYTE_IO]
     objects = [i for i in plan.items if i.type == WriteItemType.BYTE_IO]
@@ -393,8 +427,7 @@ def _write_payload(writer: Writer, view: torch.Tensor) -> None:
     nbytes = view.numel() * view.element_size()
     plain = view.device.type == "cpu" and view.is_contiguous() and not view.is_conj() and not view.is_neg()
     if plain or nbytes <= _SLAB or view.dim() == 0:
-        flat = view.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-        writer.write(flat.view(torch.uint8).numpy().data)
+        writer.write(flat_bytes(view.cpu().resolve_conj().resolve_neg().contiguous()).numpy().data)
         return
     if view.shape[0] == 1:
         _write_payload(writer, view[0])
