@@ -3,7 +3,19 @@
 from .collect import Shapes, collect
 from .dtensor import dtensor_pieces
 from .flatten import PER_RANK_KEY, PerRank
-from .fragment import Collected, Fragment, ObjectLeaf, Padding
+from .fragment import Collected, Fragment, GroupField, ObjectLeaf, Padding
 from .layout import Layout
 
-__all__ = ["PER_RANK_KEY", "Collected", "Fragment", "Layout", "ObjectLeaf", "Padding", "PerRank", "Shapes", "collect", "dtensor_pieces"]
+__all__ = [
+    "PER_RANK_KEY",
+    "Collected",
+    "Fragment",
+    "GroupField",
+    "Layout",
+    "ObjectLeaf",
+    "Padding",
+    "PerRank",
+    "Shapes",
+    "collect",
+    "dtensor_pieces",
+]

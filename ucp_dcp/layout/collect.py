@@ -24,6 +24,7 @@ from .flat_buffer import BufferPlan, Param, plan_buffer
 from .flatten import Leaf, dotted, flatten
 from .fragment import Collected, Fragment, ObjectLeaf, Padding, Path
 from .layout import Bound, Layout, check_roots, resolve_steps
+from .local_names import LocalNames
 from .mapping import Applied, AxisStep, Piece, apply_steps, infer_global_shape
 
 __all__ = ["Shapes", "collect"]
@@ -57,6 +58,10 @@ def collect(
     where = check_roots(roots) if roots is not None else layout.roots if layout is not None else {}
     collector = _Collector(layout, where, shapes)
     leaves = [_Placed(leaf, *collector.root_of(leaf.path)) for leaf in flatten(state_dict)]
+    collector.names.learn(
+        (dotted(p.rest) for p in leaves if collector.kind(p) == "model"),
+        (str(p.rest[1]) for p in leaves if collector.kind(p) == "optimizer" and len(p.rest) >= 3 and p.rest[0] == "state"),
+    )
     tensors = [placed for placed in leaves if isinstance(placed.leaf.value, torch.Tensor) and not placed.leaf.per_rank]
     if layout is not None and tensors and layout.roots and all(p.root is None for p in leaves):
         raise LayoutError(
@@ -113,6 +118,7 @@ class _Collector:
         self.layout = layout
         self.roots = roots
         self.shapes = shapes
+        self.names = LocalNames(described=layout is not None)
         self.learned: dict[str, tuple[int, ...]] = {}
         self.own: dict[str, _Divided] = {}
         self.own_names: set[str] = set()
@@ -133,16 +139,23 @@ class _Collector:
                 return head, path[k:]
         return None, path
 
+    def kind(self, placed: _Placed) -> str:
+        """``"model"``, ``"optimizer"``, or "" outside the roots."""
+        return "" if placed.root is None else self.roots[placed.root]
+
     def names_of(self, placed: _Placed) -> _Names | None:
         """What the leaf is; None for one that is no parameter and no state."""
         if placed.root is None:
             return None
         head = placed.leaf.path[: len(placed.leaf.path) - len(placed.rest)]
         if self.roots[placed.root] == "model":
-            return _Names(Role.WEIGHT, dotted(placed.rest), "", head, ())
+            return _Names(Role.WEIGHT, self.names.of_weight(dotted(placed.rest)), "", head, ())
         if len(placed.rest) >= 3 and placed.rest[0] == "state":
-            state = dotted(placed.rest[2:])
-            return _Names(Role.STATE, str(placed.rest[1]), state, (*head, "state"), placed.rest[2:])
+            name = self.names.of_state(str(placed.rest[1]), placed.leaf.key)
+            return _Names(Role.STATE, name, dotted(placed.rest[2:]), (*head, "state"), placed.rest[2:])
+        flat = self.names.of_flattened(str(placed.rest[0])) if len(placed.rest) == 1 else None
+        if flat is not None:
+            return _Names(Role.STATE, flat[0], flat[1], (*head, "state"), (flat[1],))
         return None
 
     def stage(self, placed: _Placed) -> int:
@@ -449,7 +462,8 @@ class _Collector:
             bound = self.object_rule(names, placed.root)
             if bound is not None:
                 key, path = self.renamed(placed, names, bound.fqn)
-        placed.obj = ObjectLeaf(key, path, leaf.value, leaf.per_rank, leaf.path)
+        group = self.names.group_field(placed.root, placed.rest) if placed.root and self.kind(placed) == "optimizer" else None
+        placed.obj = ObjectLeaf(key, path, leaf.value, leaf.per_rank, leaf.path, group)
 
     def object_rule(self, names: _Names, root: str) -> Bound | None:
         assert self.layout is not None

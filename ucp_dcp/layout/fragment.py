@@ -10,7 +10,7 @@ import torch
 from ..geometry import Box
 from ..names import Role
 
-__all__ = ["Collected", "Fragment", "ObjectLeaf", "Padding", "Path"]
+__all__ = ["Collected", "Fragment", "GroupField", "ObjectLeaf", "Padding", "Path"]
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -51,11 +51,24 @@ class Padding:
     view: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class GroupField:
+    """A field of an optimizer's ``param_groups``.
+
+    root: dotted path of the optimizer root. group: the group's number, or in torch's flattened form the parameter's name.
+    """
+
+    root: str
+    group: int | str
+    field: str
+
+
 @dataclass(slots=True)
 class ObjectLeaf:
     """A value that is no tensor. ``per_rank``: each rank keeps its own (``PerRank``).
 
     key, path: in the checkpoint, with the global fqn. local_path: where the value stands in this rank's state dict.
+    group: for a hyperparameter below an optimizer root; such values belong to parameters, not to a place in a list.
     """
 
     key: str
@@ -63,6 +76,7 @@ class ObjectLeaf:
     value: Any
     per_rank: bool = False
     local_path: Path = ()
+    group: GroupField | None = None
 
 
 @dataclass(slots=True)

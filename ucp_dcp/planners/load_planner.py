@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,14 +31,17 @@ from ..spec.names import NameGlob
 from ..transfer import Copy, ReadStats, read_copies
 from .agree import guarded
 from .destinations import fill_number, place_of, put_object, stored_number
+from .param_groups import Resolved, StoredGroups, resolve_groups
 from .report import LoadReport
-from .resolve import Found, Hints, SourceChoice, check_cast, resolve_tensor
+from .resolve import Found, Lookup, SourceChoice, check_cast, resolve_tensor
 from .served import FailedMetadata, ServedMetadata
 from .stored import check_covered, check_groups, identity
+from .tied import Tied, check_tied
 
 __all__ = ["LoadRequest", "UCPLoadPlanner"]
 
 _SHOWN = 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,17 @@ class _Wanted:
     numbers: list[tuple[ObjectRow, Fragment]] = field(default_factory=list)
     objects: list[tuple[ObjectRow, ObjectLeaf]] = field(default_factory=list)
     scalars: list[tuple[torch.Tensor, ObjectLeaf]] = field(default_factory=list)
+    hyperparameters: list[tuple[ObjectLeaf, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _PendingGroups:
+    """Hyperparameters whose stored values a stock reader has still to bring."""
+
+    leaves: Sequence[ObjectLeaf]
+    prefix: str
+    rows: Sequence[ObjectRow]
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 class UCPLoadPlanner(LoadPlanner):
@@ -140,9 +155,11 @@ class UCPLoadPlanner(LoadPlanner):
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self._scalar_at: dict[int, list[ObjectLeaf]] = {}
         """id of a one-element tensor -> the places of its number; it lives in _wanted."""
-        self._hint: Callable[[str], str] = str
-        self._bytes_for: dict[str, list[ObjectLeaf | Fragment]] = {}
+        self._lookup: Lookup | None = None
+        self._tied = Tied()
+        self._bytes_for: dict[str, list[ObjectLeaf | Fragment | _PendingGroups]] = {}
         self._padding: list[torch.Tensor] = []
+        self._pending: list[_PendingGroups] = []
 
     # -- LoadPlanner ---------------------------------------------------------------------------------------------------------
 
@@ -168,15 +185,14 @@ class UCPLoadPlanner(LoadPlanner):
             raise PlanError("create_local_plan was called before set_up_planner")
         catalog = self._catalog
         self._wanted = _Wanted()
-        self._hint = Hints(catalog)
+        self._pending = []
+        self._tied = Tied.of(self._collected.fragments)
+        self._lookup = Lookup(catalog, self._tied.fqns)
         used = np.zeros(catalog.n_tensors + len(catalog.objects), dtype=np.bool_)
         object_index = {id(row): i for i, row in enumerate(catalog.objects)}
         problems: dict[str, UCPError] = {}
-        masters = {
-            f"model.{catalog.tensor(t).fqn}": catalog.tensor(t).fqn
-            for t in np.flatnonzero(np.asarray(catalog.tensor_role) == int(Role.MASTER)).tolist()
-        }
         per_rank: list[str] = []
+        groups: dict[str, list[ObjectLeaf]] = {}
         by_key: dict[str, list[Fragment]] = {}
         for fragment in self._collected.fragments:
             by_key.setdefault(fragment.key, []).append(fragment)
@@ -184,7 +200,7 @@ class UCPLoadPlanner(LoadPlanner):
             if not self._selected(key):
                 continue
             try:
-                self._want_tensor(key, fragments, catalog, masters, used, object_index)
+                self._want_tensor(key, fragments, self._lookup, used, object_index)
             except UCPError as error:
                 problems[key] = error
         for leaf in self._collected.objects:
@@ -195,10 +211,17 @@ class UCPLoadPlanner(LoadPlanner):
                 if leaf.per_rank:
                     per_rank.append(self._source_key(leaf.key))
                     continue
+                if leaf.group is not None:
+                    groups.setdefault(leaf.group.root, []).append(leaf)
+                    continue
                 self._want_object(leaf, catalog, used, object_index)
             except UCPError as error:
                 problems[leaf.key] = error
+        for root, leaves in groups.items():
+            problems.update(self._want_groups(root, leaves, catalog, used, object_index))
         self._settle(problems)
+        if self._served is not None:
+            check_tied(self._served, self._tied)
         # padding belongs to a local tensor, which may hold many keys: it is filled when anything in the same memory is loaded
         loaded = set(self.report.loaded)
         touched = {f.view.untyped_storage().data_ptr() for f in self._collected.fragments if f.key in loaded}
@@ -215,7 +238,8 @@ class UCPLoadPlanner(LoadPlanner):
         total = catalog.n_tensors + len(catalog.objects)
         used = np.zeros(total, dtype=np.bool_)
         object_at = {row.key: i for i, row in enumerate(catalog.objects)}
-        missing: list[str] = []
+        absent: dict[str, list[int]] = {}
+        there: set[str] = set()
         for rank, plan in enumerate(global_plan):
             request = plan.planner_data
             if not isinstance(request, LoadRequest):
@@ -227,13 +251,14 @@ class UCPLoadPlanner(LoadPlanner):
             for key in request.per_rank:
                 at = object_at.get(f"{key}.per_rank.{rank}")
                 if at is None:
-                    missing.append(f"{key!r} of rank {rank}")
+                    absent.setdefault(key, []).append(rank)
                 else:
+                    there.add(key)
                     used[catalog.n_tensors + at] = True
-        if missing and self.strict:
-            raise MissingKeysError(
-                "per-rank objects are not in the checkpoint (it was saved by fewer ranks?): " + ", ".join(missing[:_SHOWN])
-            )
+        if self.strict and (missing := sorted(set(absent) - there)):
+            raise MissingKeysError("per-rank objects are not in the checkpoint: " + ", ".join(map(repr, missing[:_SHOWN])))
+        for key, ranks in absent.items():
+            _log.warning("%r was saved by fewer ranks: ranks %s keep the value that they have", key, ", ".join(map(str, ranks)))
         if self.strict == "exact" and not used.all():
             names = [*catalog.keys, *(row.key for row in catalog.objects)]
             extra = [names[i] for i in np.flatnonzero(~used).tolist()]
@@ -303,17 +328,15 @@ class UCPLoadPlanner(LoadPlanner):
         self,
         key: str,
         fragments: list[Fragment],
-        catalog: Catalog,
-        masters: Mapping[str, str],
+        lookup: Lookup,
         used: npt.NDArray[np.bool_],
         object_index: Mapping[int, int],
     ) -> None:
-        first = fragments[0]
+        first, catalog = fragments[0], lookup.catalog
         if first.view.is_meta:
             raise PlanError(f"tensor {key!r} is on the meta device: it has no memory to load into; make it real first (to_empty)")
-        found = resolve_tensor(
-            first, self._source_key(key), catalog, masters, self._hint, source=self.source, master_from_weight=self.master_from_weight
-        )
+        source_key = self._source_key(key)
+        found = resolve_tensor(first, source_key, lookup, source=self.source, master_from_weight=self.master_from_weight)
         if found.value is not None:
             if any(f.view.numel() > 1 for f in fragments):
                 raise PlanError(f"{key!r} is stored as an object and wanted as a tensor of shape {first.shape}")
@@ -339,6 +362,8 @@ class UCPLoadPlanner(LoadPlanner):
                 raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {wanted_shape}, but {row.key!r} is stored as {row.shape}")
         wanted_dtype = name_of(fragments[0].view.dtype)
         cast = check_cast(key, row.dtype, wanted_dtype, self.dtype)
+        if not self._tied.first(key, fragments, row.index):
+            return
         self._want_boxes(key, [(f.box, f.view) for f in fragments if not f.box.empty], row, catalog)
         if cast:
             self.report.cast[key] = (row.dtype, wanted_dtype)
@@ -378,7 +403,8 @@ class UCPLoadPlanner(LoadPlanner):
             t = catalog.find(key)
             t = catalog.find_canonical(key) if t is None else t
             if t is None:
-                raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{self._hint(key)}")
+                hint = self._lookup.hint(key) if self._lookup is not None else ""
+                raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{hint}")
             tensor = catalog.tensor(t)
             if _numel(tensor.shape) != 1 or isinstance(leaf.value, str | bytes | list | dict | tuple):
                 raise PlanError(
@@ -393,6 +419,33 @@ class UCPLoadPlanner(LoadPlanner):
             used[t] = True
             self.report.source[leaf.key] = "key"
         self.report.loaded.append(leaf.key)
+
+    def _want_groups(
+        self,
+        root: str,
+        leaves: Sequence[ObjectLeaf],
+        catalog: Catalog,
+        used: npt.NDArray[np.bool_],
+        object_index: Mapping[int, int],
+    ) -> dict[str, UCPError]:
+        """Hyperparameters of one optimizer, by parameter name. Returns problems by key."""
+        prefix, rows = StoredGroups.rows_of(catalog, root)
+        for row in rows:
+            used[catalog.n_tensors + object_index[id(row)]] = True
+        if self._served is None:
+            self._pending.append(_PendingGroups(leaves, prefix, rows))
+            return {}
+        values = {row.key: self._served.read_object(row, self.allow_classes) for row in rows}
+        resolved = resolve_groups(leaves, StoredGroups.read(prefix, rows, values))
+        self._wanted.hyperparameters.extend(resolved.values)
+        self._note_groups(resolved)
+        return dict(resolved.problems)
+
+    def _note_groups(self, resolved: Resolved) -> None:
+        self.report.kept.update(resolved.kept)
+        for leaf, _ in resolved.values:
+            self.report.loaded.append(leaf.key)
+            self.report.source[leaf.key] = "param_groups"
 
     def _settle(self, problems: Mapping[str, UCPError]) -> None:
         """Raise all problems as one error, or with ``strict=False`` report them."""
@@ -429,6 +482,8 @@ class UCPLoadPlanner(LoadPlanner):
             put_object(self._state_dict, leaf, value)
         for number, leaf in self._wanted.scalars:
             put_object(self._state_dict, leaf, number.reshape(()).item())
+        for leaf, value in self._wanted.hyperparameters:
+            put_object(self._state_dict, leaf, value)
 
     # -- stock storage reader --------------------------------------------------------------------------------------------------
 
@@ -453,7 +508,12 @@ class UCPLoadPlanner(LoadPlanner):
                 )
             )
         self._bytes_for = {}
-        requests: Iterable[tuple[ObjectRow, ObjectLeaf | Fragment]] = [*self._wanted.objects, *self._wanted.numbers]
+        groups = [(row, pending) for pending in self._pending for row in pending.rows]
+        requests: Iterable[tuple[ObjectRow, ObjectLeaf | Fragment | _PendingGroups]] = [
+            *self._wanted.objects,
+            *self._wanted.numbers,
+            *groups,
+        ]
         for row, target in requests:
             if row.key not in self._bytes_for:
                 none = torch.Size([])
@@ -469,8 +529,21 @@ class UCPLoadPlanner(LoadPlanner):
         for target in self._bytes_for[read_item.storage_index.fqn]:
             if isinstance(target, Fragment):
                 fill_number(target, loaded)
+            elif isinstance(target, _PendingGroups):
+                self._arrived(target, read_item.storage_index.fqn, loaded)
             else:
                 put_object(self._state_dict, target, loaded)
+
+    def _arrived(self, pending: _PendingGroups, key: str, value: Any) -> None:
+        """With a stock reader values come one by one; the last one completes the groups."""
+        pending.values[key] = value
+        if len(pending.values) < len(pending.rows):
+            return
+        resolved = resolve_groups(pending.leaves, StoredGroups.read(pending.prefix, pending.rows, pending.values))
+        self._note_groups(resolved)
+        self._settle(resolved.problems)
+        for leaf, found in resolved.values:
+            put_object(self._state_dict, leaf, found)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The destination view of a stock ReadItem."""

@@ -13,8 +13,9 @@ class LoadReport:
 
     loaded: keys that were filled. missing: wanted but not stored (only with ``strict=False``). unexpected: stored but not wanted. cast:
     key -> (stored dtype, wanted dtype). padded: keys whose padding was filled with zeros. source: key -> ``weight | master | state | key
-    | object``. skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read /
-    bytes_wanted / ranges: what our reader asked of the store on this rank (0 with a stock reader).
+    | object | param_groups``. kept: hyperparameters that stay as they are because the checkpoint cannot know them (key -> reason).
+    skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read / bytes_wanted /
+    ranges: what our reader asked of the store on this rank (0 with a stock reader).
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -23,6 +24,7 @@ class LoadReport:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)
     source: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_wanted: int = 0
@@ -30,7 +32,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} loaded"]
-        parts += [f"{len(v)} {name}" for name in ("missing", "unexpected", "cast", "padded", "skipped") if (v := getattr(self, name))]
+        more = ("missing", "unexpected", "cast", "padded", "kept", "skipped")
+        parts += [f"{len(v)} {name}" for name in more if (v := getattr(self, name))]
         if self.bytes_wanted:
             parts.append(f"{self.bytes_read} bytes read for {self.bytes_wanted} wanted")
         return ", ".join(parts)
