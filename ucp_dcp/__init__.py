@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import load, save
     from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
     from .errors import UCPError
+    from .frameworks.pytorch import TrainState
     from .layout import Layout, PerRank
     from .names import Role
     from .planners.load_planner import UCPLoadPlanner
@@ -31,6 +32,7 @@ __all__ = [
     "PerRank",
     "Role",
     "StoredTensor",
+    "TrainState",
     "UCPError",
     "UCPLoadPlanner",
     "UCPSavePlanner",
@@ -50,6 +52,7 @@ _HOME = {
     "PerRank": "layout",
     "Role": "names",
     "StoredTensor": "checkpoint",
+    "TrainState": "frameworks.pytorch",
     "UCPError": "errors",
     "UCPLoadPlanner": "planners.load_planner",
     "UCPSavePlanner": "planners.save_planner",

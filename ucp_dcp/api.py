@@ -120,6 +120,19 @@ def load(
         master_from_weight=master_from_weight,
         allow_classes=allow_classes,
     )
+    return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist)
+
+
+def load_with(
+    planner: UCPLoadPlanner,
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    prefer: Literal["ucp", "stock"] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> LoadReport:
+    """:func:`load` with a planner that is there already."""
     reader = UCPStorageReader(url, process_group=_group(process_group, no_dist), prefer=prefer, storage_options=storage_options)
     try:
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())

@@ -160,6 +160,7 @@ class UCPLoadPlanner(LoadPlanner):
         self._bytes_for: dict[str, list[ObjectLeaf | Fragment | _PendingGroups]] = {}
         self._padding: list[torch.Tensor] = []
         self._pending: list[_PendingGroups] = []
+        self._groups: dict[str, StoredGroups] = {}
 
     # -- LoadPlanner ---------------------------------------------------------------------------------------------------------
 
@@ -170,13 +171,22 @@ class UCPLoadPlanner(LoadPlanner):
             raise metadata.error
         self.report = LoadReport()
         self._state_dict = state_dict
+        self._groups = {}
         if isinstance(metadata, ServedMetadata) and metadata.source is not None:
             self._served, self._catalog = metadata.source, metadata.source.catalog
         elif metadata is not None:
             self._served, self._catalog = None, catalog_from_metadata(metadata)
         else:
             raise PlanError("the storage reader returned no metadata")
+        self._prepare(state_dict)
         self._collected = collect(state_dict, layout=self.layout, roots=self.roots, shapes=self._stored_shape)
+
+    def _prepare(self, state_dict: dict[str, Any]) -> None:
+        """For subclasses: the checkpoint is open, and the state dict can still be completed with what it holds."""
+
+    def _found_before(self) -> dict[str, UCPError]:
+        """For subclasses: problems by key that ``_prepare`` found; reported together with all others."""
+        return {}
 
     @guarded
     def create_local_plan(self) -> LoadPlan:
@@ -190,7 +200,7 @@ class UCPLoadPlanner(LoadPlanner):
         self._lookup = Lookup(catalog, self._tied.fqns)
         used = np.zeros(catalog.n_tensors + len(catalog.objects), dtype=np.bool_)
         object_index = {id(row): i for i, row in enumerate(catalog.objects)}
-        problems: dict[str, UCPError] = {}
+        problems: dict[str, UCPError] = {k: e for k, e in self._found_before().items() if self._selected(k)}
         per_rank: list[str] = []
         groups: dict[str, list[ObjectLeaf]] = {}
         by_key: dict[str, list[Fragment]] = {}
@@ -435,11 +445,18 @@ class UCPLoadPlanner(LoadPlanner):
         if self._served is None:
             self._pending.append(_PendingGroups(leaves, prefix, rows))
             return {}
-        values = {row.key: self._served.read_object(row, self.allow_classes) for row in rows}
-        resolved = resolve_groups(leaves, StoredGroups.read(prefix, rows, values))
+        resolved = resolve_groups(leaves, self._stored_groups(root))
         self._wanted.hyperparameters.extend(resolved.values)
         self._note_groups(resolved)
         return dict(resolved.problems)
+
+    def _stored_groups(self, root: str) -> StoredGroups:
+        """The hyperparameters of one optimizer in the checkpoint; read once."""
+        if root not in self._groups and self._served is not None:
+            prefix, rows = StoredGroups.rows_of(self._require_catalog(), root)
+            values = {row.key: self._served.read_object(row, self.allow_classes) for row in rows}
+            self._groups[root] = StoredGroups.read(prefix, rows, values)
+        return self._groups[root]
 
     def _note_groups(self, resolved: Resolved) -> None:
         self.report.kept.update(resolved.kept)

@@ -1,0 +1,1 @@
+"""Live trainers: what a running job holds -> a state dict with global names, and back into the job."""
