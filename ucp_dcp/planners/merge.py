@@ -18,7 +18,7 @@ from ..geometry import check_cover, check_cover_ragged
 from ..names import Role
 from .wire import KeyRow, LocalPlan, ObjectEntry, parse_table
 
-__all__ = ["MergedBoxes", "MergedObjects", "merge_objects", "merge_tables", "merge_tensors"]
+__all__ = ["MergedBoxes", "MergedObjects", "find_tied", "merge_objects", "merge_tables", "merge_tensors", "without"]
 
 I64 = npt.NDArray[np.int64]
 _SHOWN = 5  # problems listed in one message
@@ -42,6 +42,8 @@ class MergedBoxes:
     hold_start: I64
     holder_rank: I64
     holder_fragment: I64
+    maps: list[I64]
+    """Per rank: row of its table -> row of ``rows``."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,53 @@ def merge_tensors(plans: Sequence[LocalPlan]) -> MergedBoxes:
         hold_start=hold_start,
         holder_rank=rank[held],
         holder_fragment=fragment[held],
+        maps=maps,
     )
     _check_coverage(merged)
     _check_replicas(merged, digest[held], has_digest[held])
     return merged
+
+
+def find_tied(plans: Sequence[LocalPlan], merged: MergedBoxes) -> dict[int, int]:
+    """Row of a tied tensor -> row of the tensor whose memory it is, where all ranks that hold any of it say the same."""
+    claims: dict[int, set[int]] = {}
+    for plan, table in zip(plans, merged.maps, strict=True):
+        for key, source in table[plan.tied].tolist():
+            claims.setdefault(key, set()).add(source)
+    out = {}
+    for key, sources in claims.items():
+        rows = merged.rows[key], merged.rows[min(sources)]
+        if len(sources) > 1 or (rows[0].shape, rows[0].dtype) != (rows[1].shape, rows[1].dtype):
+            continue
+        for plan, table in zip(plans, merged.maps, strict=True):
+            holds = bool((table[plan.key] == key).any())
+            if holds and key not in table[plan.tied[:, 0]]:
+                break
+        else:
+            out[key] = min(sources)
+    # a source is never tied itself: it is the first key of its memory on every rank that claims it, but ranks may differ
+    return {key: source for key, source in out.items() if source not in out}
+
+
+def without(merged: MergedBoxes, tensors: Sequence[int]) -> MergedBoxes:
+    """The same without the boxes of some tensors; ``rows`` keeps its numbers."""
+    order = np.flatnonzero(~np.isin(merged.tensor, np.asarray(tensors, dtype=np.int64)))
+    coord_start, coords = _take_ragged(merged.coord_start, merged.coords, order)
+    holders = np.arange(len(merged.holder_rank))
+    hold_start, held = _take_ragged(merged.hold_start, holders, order)
+    return MergedBoxes(
+        rows=merged.rows,
+        tensor=merged.tensor[order],
+        ndim=merged.ndim[order],
+        coord_start=coord_start,
+        coords=coords,
+        numel=merged.numel[order],
+        itemsize=merged.itemsize[order],
+        hold_start=hold_start,
+        holder_rank=merged.holder_rank[held],
+        holder_fragment=merged.holder_fragment[held],
+        maps=merged.maps,
+    )
 
 
 def _take_ragged(start: I64, flat: I64, order: I64) -> tuple[I64, I64]:

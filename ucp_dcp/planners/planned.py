@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..dtypes import torch_dtype
 from ..geometry import Box, flat_range_to_boxes
-from .merge import MergedBoxes, MergedObjects
+from .merge import MergedBoxes, MergedObjects, without
 from .ownership import assign_owners
 from .wire import KeyRow, ObjectEntry
 
@@ -64,6 +64,25 @@ class Planned:
     owner: I64
     objects: list[tuple[ObjectEntry, int]]
     world: int
+    tied: dict[int, int] = field(default_factory=dict)
+    """Row without chunks of its own -> row whose bytes are its bytes (tied weights)."""
+
+    def with_tied(self) -> tuple[Planned, I64]:
+        """(the plan with the chunks of tied tensors as well, for each of its chunks the chunk that is written)."""
+        ndim = np.asarray([len(row.shape) for row in self.rows], dtype=np.int64)
+        counts = np.diff(self.chunk_start)
+        take: list[I64] = []
+        for t in range(len(self.rows)):
+            source = self.tied.get(t, t)
+            take.append(np.arange(self.chunk_start[source], self.chunk_start[source + 1]))
+        chosen = np.concatenate(take) if take else np.zeros(0, dtype=np.int64)
+        begin = np.concatenate(([0], np.cumsum(np.repeat(2 * ndim, counts))))
+        width = begin[1:] - begin[:-1]
+        lengths = width[chosen]
+        starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
+        index = np.repeat(begin[:-1][chosen] - starts, lengths) + np.arange(int(lengths.sum()))
+        chunk_start = np.concatenate(([0], np.cumsum([len(part) for part in take]))).astype(np.int64)
+        return Planned(self.rows, chunk_start, self.coords[index], self.owner[chosen], self.objects, self.world), chosen
 
     def boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """(tensor, offset, size) of every chunk in order."""
@@ -88,8 +107,15 @@ class PlannedMetadata(Metadata):
         return (Metadata, ({}, {PLANNER_DATA_KEY: {"version": 1}}, None, None, self.version))
 
 
-def plan_chunks(merged: MergedBoxes, objects: MergedObjects, world: int) -> tuple[Planned, list[Assignment]]:
-    """Choose owners, split what must be split, and make every rank's assignment."""
+def plan_chunks(
+    merged: MergedBoxes, objects: MergedObjects, world: int, tied: Mapping[int, int] | None = None
+) -> tuple[Planned, list[Assignment]]:
+    """Choose owners, split what must be split, and make every rank's assignment.
+
+    tied: row -> row of the tensor that it is; it gets no chunks of its own.
+    """
+    if tied:
+        merged = without(merged, list(tied))
     flat = merged.coords.tolist()
     starts = merged.coord_start.tolist()
     ndims = merged.ndim.tolist()
@@ -113,7 +139,7 @@ def plan_chunks(merged: MergedBoxes, objects: MergedObjects, world: int) -> tupl
             merged, pieces.box, pieces.start, pieces.stop, whole, owner, fragment, flat
         )
     chunk_start = np.searchsorted(tensor, np.arange(len(merged.rows) + 1)).astype(np.int64)
-    planned = Planned(merged.rows, chunk_start, coords, owner, objects.entries, world)
+    planned = Planned(merged.rows, chunk_start, coords, owner, objects.entries, world, dict(tied or {}))
     return planned, _assignments(owner, fragment, part, part_boxes, objects, world)
 
 

@@ -17,9 +17,10 @@ from ..errors import PlanError, UnsupportedError
 from ..layout import Collected, Fragment, Layout, ObjectLeaf, PerRank, collect
 from .agree import agree, guarded
 from .average import average_fragments, check_averaged
-from .merge import merge_objects, merge_tensors
+from .merge import find_tied, merge_objects, merge_tensors
 from .planned import Assignment, PlannedMetadata, plan_chunks, stock_state_dict_metadata, ucp_planner_data
 from .replicas import CheckReplicas, object_digest, serialize_object, tensor_digest
+from .tied import same_memory
 from .wire import KeyRow, LocalPlan, ObjectEntry, pack_local
 
 __all__ = ["UCPSavePlanner", "UCPStorageMeta"]
@@ -185,7 +186,8 @@ class UCPSavePlanner(SavePlanner):
             data, digest = _serialized(leaf)
             self._object_bytes[leaf.key] = data
             objects.append(ObjectEntry(leaf.key, tuple(leaf.path), digest, len(data), leaf.per_rank))
-        local = pack_local([rows[k] for k in order], self._fragments, [index[f.key] for f in self._fragments], digests, objects)
+        tied = [(index[key], index[group[0]]) for group in same_memory(self._fragments) for key in group[1:]]
+        local = pack_local([rows[k] for k in order], self._fragments, [index[f.key] for f in self._fragments], digests, objects, tied)
         return SavePlan(items=[], planner_data=local)
 
     @guarded
@@ -201,7 +203,9 @@ class UCPSavePlanner(SavePlanner):
         for entry, rank in objects.entries:
             if entry.key in tensor_keys:
                 raise PlanError(f"{entry.key!r} is an object on rank {rank} and a tensor on another rank")
-        planned, assignments = plan_chunks(merged, objects, len(locals_))
+        # a stock writer has an item for each key
+        tied = find_tied(locals_, merged) if self._ours else {}
+        planned, assignments = plan_chunks(merged, objects, len(locals_), tied)
         plans = [SavePlan(items=[], storage_data=p.storage_data, planner_data=a) for p, a in zip(all_plans, assignments, strict=True)]
         if self._ours:
             return plans, PlannedMetadata(planned=planned)

@@ -7,7 +7,7 @@ once) and numpy columns with one row per fragment. No object per fragment crosse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,6 +56,7 @@ class LocalPlan:
 
     table: msgpack of the rank's KeyRows, sorted by key. key: (F,) int32 row of the table. coords: flat int64, per fragment
     offsets then sizes. digest: (F,) uint64, content digest of fragments that may be replicas; has_digest: (F,) bool. objects: msgpack.
+    tied: (K, 2) int32, table rows (tensor, another one that is the very same memory on this rank).
     """
 
     table: bytes
@@ -64,6 +65,7 @@ class LocalPlan:
     digest: npt.NDArray[np.uint64]
     has_digest: npt.NDArray[np.bool_]
     objects: bytes
+    tied: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int32))
 
     def object_entries(self) -> list[ObjectEntry]:
         """The object rows, decoded."""
@@ -81,6 +83,7 @@ def pack_local(
     key_index: Sequence[int],
     digests: Sequence[int | None],
     objects: Sequence[ObjectEntry],
+    tied: Sequence[tuple[int, int]] = (),
 ) -> LocalPlan:
     """Columns of one rank from its fragments, which are in (key, box) order; ``key_index[i]`` is the row of fragment i."""
     flat: list[int] = []
@@ -94,4 +97,5 @@ def pack_local(
         digest=np.asarray([d or 0 for d in digests], dtype=np.uint64),
         has_digest=np.asarray([d is not None for d in digests], dtype=np.bool_),
         objects=_encode(list(objects)),
+        tied=np.asarray(list(tied), dtype=np.int32).reshape(-1, 2),
     )

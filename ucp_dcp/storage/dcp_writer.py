@@ -265,6 +265,9 @@ class UCPStorageWriter(StorageWriter):
                     value=None,
                 )
             )
+        if planned.tied:
+            planned, written = planned.with_tied()
+            start, length, payload = start[written], length[written], payload[written]
         catalog = _catalog_of(planned, files, file_of_rank[planned.owner], payload, objects)
         if not self.stock_metadata:
             return catalog, None
