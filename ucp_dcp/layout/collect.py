@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..errors import LayoutError, UnsupportedError
+from ..errors import LayoutError
 from ..geometry import Box, full_box
 from ..names import Role
 from ..patterns import FlatBuffer, Replicate, Unique
@@ -26,6 +26,7 @@ from .fragment import Collected, Fragment, ObjectLeaf, Padding, Path
 from .layout import Bound, Layout, check_roots, resolve_steps
 from .local_names import LocalNames
 from .mapping import Applied, AxisStep, Piece, apply_steps, infer_global_shape
+from .memory import check_memory
 
 __all__ = ["Shapes", "collect"]
 
@@ -210,8 +211,7 @@ class _Collector:
         if placed.own:
             self.distributed(placed, names)
             return
-        if value.layout != torch.strided:
-            raise UnsupportedError(f"{placed.leaf.key}: found layout {value.layout}; only strided (dense) tensors can be checkpointed")
+        check_memory(placed.leaf.key, value)
         if self.layout is not None and placed.root is not None:
             if names is None:
                 if placed.rest[0] != "param_groups":

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import LayoutError, UnsupportedError
 from ..geometry import Box
+from .memory import check_memory
 from .segments import Segments, chunk_bounds, cut, join, length, overlap
 
 __all__ = ["OwnGeometry", "dtensor_pieces", "is_distributed", "own_geometry"]
@@ -174,6 +175,8 @@ def _from_dtensor(key: str, value: Any) -> OwnGeometry:
     if hasattr(local, "wait"):
         local = local.wait()
     own = type(value).__create_chunk_list__ is not DTensor.__create_chunk_list__
+    if not own and not hasattr(local, "__create_chunk_list__"):
+        check_memory(key, local)
     source = value if own else local
     if own or hasattr(local, "__create_chunk_list__"):
         out = _from_chunks(key, value, shape, source.__create_chunk_list__(), source.__get_tensor_shard__)

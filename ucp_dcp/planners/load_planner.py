@@ -345,6 +345,12 @@ class UCPLoadPlanner(LoadPlanner):
         first, catalog = fragments[0], lookup.catalog
         if first.view.is_meta:
             raise PlanError(f"tensor {key!r} is on the meta device: it has no memory to load into; make it real first (to_empty)")
+        for f in fragments:
+            if any(step == 0 and extent > 1 for step, extent in zip(f.view.stride(), f.view.shape, strict=True)):
+                raise PlanError(
+                    f"tensor {key!r} is an expanded view (shape {tuple(f.view.shape)}, strides {f.view.stride()}): several of its elements "
+                    "are one place in memory, which cannot be loaded into; give it memory of its own (clone())"
+                )
         source_key = self._source_key(key)
         found = resolve_tensor(first, source_key, lookup, source=self.source, master_from_weight=self.master_from_weight)
         if found.value is not None:

@@ -64,10 +64,12 @@ class StoredGroups:
         out = cls(rows)
         nested: dict[int, dict[str, Any]] = {}
         flat: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            rest = row.key.removeprefix(prefix).removeprefix("param_groups.")
+        rests = [row.key.removeprefix(prefix).removeprefix("param_groups.") for row in rows]
+        # a parameter may begin with a number too (`0.weight` of a Sequential): groups are numbers that have `params`
+        numbers = {rest.partition(".")[0] for rest in rests if rest.partition(".")[2] == _PARAMS}
+        for row, rest in zip(rows, rests, strict=True):
             first, _, tail = rest.partition(".")
-            if first.isdigit() and tail:
+            if first.isdigit() and first in numbers:
                 nested.setdefault(int(first), {})[tail] = values[row.key]
             else:
                 name, _, last = rest.rpartition(".")

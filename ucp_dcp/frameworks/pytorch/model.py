@@ -13,6 +13,8 @@ from ...names import unwrap
 
 __all__ = ["Modules"]
 
+_EXTRA = "_extra_state"
+
 
 class Modules:
     """The modules of one rank: one model, or the stages of a pipeline that are here. Names are global and without wrappers."""
@@ -34,9 +36,10 @@ class Modules:
         for module, prefixes in zip(self.modules, self._prefixes, strict=True):
             for raw, value in module.state_dict().items():
                 name = _clean(raw, prefixes)
-                if name in out and out[name] is not value:
+                if name in out and not _same(out[name], value):
                     raise PlanError(f"two modules of this rank have a value called {name!r}; stages need global names")
-                out[name] = value
+                # Extra state is one opaque value, also when it is a dict.
+                out[name] = (_EXTRA, value) if raw.endswith(_EXTRA) and not isinstance(value, torch.Tensor) else value
         return out
 
     def parameters(self) -> dict[int, str]:
@@ -65,10 +68,22 @@ class Modules:
             copies = {}
             for raw in module.state_dict():
                 name = _clean(raw, prefixes)
-                if name in wanted and not (isinstance(loaded[name], torch.Tensor) and _memory(loaded[name]) in live):
-                    copies[raw] = loaded[name]
+                if name not in wanted:
+                    continue
+                value = loaded[name]
+                if isinstance(value, tuple) and len(value) == 2 and value[0] == _EXTRA and raw.endswith(_EXTRA):
+                    copies[raw] = value[1]
+                elif not (isinstance(value, torch.Tensor) and _memory(value) in live):
+                    copies[raw] = value
             if copies:
                 module.load_state_dict(copies, strict=False)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two stages have one and the same value (a shared module)."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _memory(a) == _memory(b) and a.shape == b.shape
+    return a is b
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
