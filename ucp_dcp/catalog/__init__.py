@@ -5,6 +5,6 @@ from __future__ import annotations
 from .builder import CatalogBuilder
 from .catalog import Catalog, Load
 from .codec import GROUP_OPS
-from .rows import FileRow, ObjectRow, PathTuple, TensorRow
+from .rows import FileBlocks, FileRow, ObjectRow, PathTuple, TensorRow
 
-__all__ = ["GROUP_OPS", "Catalog", "CatalogBuilder", "FileRow", "Load", "ObjectRow", "PathTuple", "TensorRow"]
+__all__ = ["GROUP_OPS", "Catalog", "CatalogBuilder", "FileBlocks", "FileRow", "Load", "ObjectRow", "PathTuple", "TensorRow"]

@@ -20,7 +20,7 @@ from .assemble import ColumnArguments, assemble
 from .codec import check_files, check_groups, check_objects, decode_array, decode_msgpack, decode_objects
 from .columns import ChunkColumns, Int64Array, TensorColumns, check_chunk_columns, check_chunks, check_tensor_columns
 from .lookup import canonical_index, find_object, named_index, only
-from .rows import FileRow, ObjectRow, PathTuple, TensorRow
+from .rows import FileBlocks, FileRow, ObjectRow, PathTuple, TensorRow
 from .sections import I32, I64, U8, U16, encode_sections
 
 __all__ = ["Catalog", "Load"]
@@ -140,7 +140,11 @@ class Catalog:
         """Files that chunks and objects lie in."""
         if "files" in self._given:
             return tuple(self._given["files"])
-        rows = tuple(FileRow(path, size) for path, size in decode_msgpack("files", self._section("files"), list[tuple[str, int]]))
+        files = decode_msgpack("files", self._section("files"), list[tuple[str, int]])
+        data = self._load("file.blocks")
+        blocks = decode_msgpack("file.blocks", data, list[tuple[str, int, str] | None]) if data is not None else [None] * len(files)
+        self._need(len(blocks) == len(files), f"file.blocks has {len(blocks)} entries, expected {len(files)}")
+        rows = tuple(FileRow(*file, None if b is None else FileBlocks(*b)) for file, b in zip(files, blocks, strict=True))
         check_files(rows, self._error)
         return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "encode_array",
     "encode_msgpack",
     "encode_objects",
+    "file_blocks",
 ]
 
 GROUP_OPS = ("copy", "mean", "bf16_remainder")
@@ -70,6 +72,15 @@ def encode_msgpack(name: str, value: Any) -> bytes:
         raise FormatError(f"cannot write index section {name}: {error}") from error
 
 
+MIN_BLOCK, MAX_BLOCK = 4096, 1 << 30
+_HEX = re.compile("[0-9a-f]{32}")
+
+
+def file_blocks(rows: Sequence[FileRow]) -> list[list[Any] | None]:
+    """The section ``file.blocks``: for each file nil or [path of the sidecar, bytes of a block, digest of the sidecar]."""
+    return [None if row.blocks is None else [row.blocks.path, row.blocks.size, row.blocks.xxh3] for row in rows]
+
+
 def check_files(rows: Sequence[FileRow], error: type[FormatError]) -> None:
     """Paths stay inside the checkpoint, sizes are possible. A path may be named once only."""
     seen: set[str] = set()
@@ -83,6 +94,15 @@ def check_files(rows: Sequence[FileRow], error: type[FormatError]) -> None:
         if row.path in seen:
             raise error(f"file {row.path!r} is listed twice")
         seen.add(row.path)
+        if row.blocks is not None:
+            try:
+                checked_path(row.blocks.path)
+            except FormatError as cause:
+                raise error(f"digests of file {row.path!r}: {cause}") from cause
+            if not MIN_BLOCK <= row.blocks.size <= MAX_BLOCK or row.blocks.size & (row.blocks.size - 1):
+                raise error(f"file {row.path!r} has digests of blocks of {row.blocks.size} bytes, expected a power of two, 4096 to 2**30")
+            if not _HEX.fullmatch(row.blocks.xxh3):
+                raise error(f"file {row.path!r}: the digest of its sidecar is {row.blocks.xxh3!r:.80}, expected 32 lower-case hex digits")
 
 
 def check_groups(groups: Sequence[dict[str, Any]], error: type[FormatError]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..names import Role, canonical_name
 
-__all__ = ["FileRow", "ObjectRow", "PathTuple", "TensorRow"]
+__all__ = ["FileBlocks", "FileRow", "ObjectRow", "PathTuple", "TensorRow"]
 
 PathTuple = tuple[str | int, ...]
 """Nesting path in a state dict."""
@@ -70,8 +70,23 @@ class ObjectRow:
 
 
 @dataclass(frozen=True, slots=True)
-class FileRow:
-    """A file of a checkpoint: its path relative to the root, and its size in bytes."""
+class FileBlocks:
+    """Where the digests of a file's blocks are (D10).
+
+    Attributes:
+        path: the sidecar: one little-endian u64 for each block, XXH3-64 of its bytes. size: bytes of a block; the last may be shorter.
+        xxh3: XXH3-128 of the sidecar, 32 hex digits.
+    """
 
     path: str
     size: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file of a checkpoint: its path relative to the root, its size in bytes, and where digests of its blocks are, if there are any."""
+
+    path: str
+    size: int
+    blocks: FileBlocks | None = None

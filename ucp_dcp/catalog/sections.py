@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .codec import encode_array, encode_msgpack, encode_objects
+from .codec import encode_array, encode_msgpack, encode_objects, file_blocks
 
 if TYPE_CHECKING:
     from .catalog import Catalog
@@ -43,6 +43,8 @@ def encode_sections(catalog: Catalog, *, objects: bool = True) -> dict[str, byte
     for name, value in values:
         if value or name == "files":
             out[name] = encode_msgpack(name, value)
+    if any(row.blocks is not None for row in c.files):
+        out["file.blocks"] = encode_msgpack("file.blocks", file_blocks(c.files))
     if objects and c.objects:
         out["objects"] = encode_objects(c.objects)
     columns: tuple[tuple[str, Any, np.dtype[Any]], ...] = (

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...api import load_with, save
 from ...errors import MissingKeysError, PlanError, UCPError
-from ...layout import PerRank
+from ...layout import ObjectLeaf, PerRank
 from ...planners.load_planner import UCPLoadPlanner
 from ...planners.report import LoadReport
 from ...planners.resolve import SourceChoice
@@ -43,7 +43,8 @@ class TrainState:
         process_group: of the job; default: all ranks.
 
     ``state_dict()`` is what ``dcp.save`` takes (with ``UCPSavePlanner(roots=train_state.roots)``); :meth:`save` and :meth:`load` do all in
-    one call.
+    one call. Its keys, for ``include`` and ``exclude``: ``model.<name>``, ``optimizer.state.<name>.<state>``,
+    ``optimizer.param_groups.<i>.<field>``, ``lr_scheduler`` (all of it), ``rng``, ``extra.<key>``.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class _TrainPlanner(UCPLoadPlanner):
         self._live: list[LiveGroup] = []
         self._template: dict[str, Any] = {}
         self._before: dict[str, UCPError] = {}
+        self._no_schedulers: UCPError | None = None
         self._forget: list[tuple[LiveGroup, torch.Tensor]] = []
 
     def template(self) -> dict[str, Any]:
@@ -191,6 +193,7 @@ class _TrainPlanner(UCPLoadPlanner):
         self._before, self._forget = {}, []
         if not train._optimizers:
             return
+        self._no_schedulers = self._check_schedulers()
         catalog = self._require_catalog()
         aliases = train._modules.aliases()
         stored = StoredStates(catalog, root, {n for group in self._live for name in group.names for n in (name, *aliases.get(name, ()))})
@@ -218,6 +221,34 @@ class _TrainPlanner(UCPLoadPlanner):
                         f"{key!r}: the optimizer of the checkpoint has neither state nor hyperparameters of this parameter (it is new, or "
                         "was frozen); exclude it to start it afresh"
                     )
+
+    def _check_schedulers(self) -> UCPError | None:
+        """Why the checkpoint's schedulers cannot be loaded. DeepSpeed, for one, has something else under their name."""
+        count, source = len(self._train._schedulers), self._served
+        if not count or source is None or not self._selected(_SCHEDULER):
+            return None
+        row = self._require_catalog().find_object(self._source_key(_SCHEDULER))
+        hint = f"exclude=[{_SCHEDULER!r}] keeps the present state"
+        if row is None:
+            return MissingKeysError(f"{_SCHEDULER!r}: the checkpoint has no learning rate scheduler; {hint}")
+        stored = source.read_object(row, self.allow_classes)
+        if not isinstance(stored, tuple) or not all(isinstance(item, dict) for item in stored):
+            return PlanError(f"{_SCHEDULER!r} in the checkpoint was not written by TrainState: found {stored!r:.100}; {hint}")
+        if len(stored) != count:
+            return PlanError(f"{_SCHEDULER!r}: the checkpoint has {len(stored)} schedulers, this job has {count}; {hint}")
+        return None
+
+    def _want_object(self, leaf: ObjectLeaf, *args: Any) -> None:
+        if leaf.key == _SCHEDULER and self._no_schedulers is not None:
+            raise self._no_schedulers
+        super()._want_object(leaf, *args)
+
+    def _selected(self, key: str) -> bool:
+        """What schedulers keep for each parameter group is loaded with them, or not at all."""
+        head, mark, _ = key.partition(f".{_SCHEDULER}.")
+        if mark and head.startswith(f"{self._train.optimizer_root}.param_groups."):
+            return self._no_schedulers is None and super()._selected(_SCHEDULER)
+        return super()._selected(key)
 
     def _found_before(self) -> dict[str, UCPError]:
         return self._before
