@@ -8,7 +8,7 @@ import pytest
 from plans import rank_plan, rows_of, whole
 
 from ucp_dcp.errors import CoverageError, PlanError, ReplicaMismatchError
-from ucp_dcp.planners.merge import merge_objects, merge_tensors
+from ucp_dcp.planners.merge import check_replicas, merge_objects, merge_tensors
 from ucp_dcp.planners.wire import ObjectEntry
 
 T = {"w": ("float32", (6, 4))}
@@ -34,8 +34,9 @@ def test_equal_volume_does_not_hide_a_hole_and_an_overlap() -> None:
 def test_a12_replicas_with_other_content_are_an_error() -> None:
     plans = [rank_plan(T, {"w": [whole((6, 4))]}, {"w": digest}) for digest in (1, 1, 2)]
     with pytest.raises(ReplicaMismatchError, match=r"'w' at offset \(0, 0\) size \(6, 4\): ranks \[0, 1\] / \[2\]"):
-        merge_tensors(plans)
-    merge_tensors([rank_plan(T, {"w": [whole((6, 4))]}, {"w": 7}) for _ in range(3)])
+        check_replicas(plans, merge_tensors(plans))
+    plans = [rank_plan(T, {"w": [whole((6, 4))]}, {"w": 7}) for _ in range(3)]
+    check_replicas(plans, merge_tensors(plans))
 
 
 @pytest.mark.parametrize("other", [("float32", (6, 5)), ("bfloat16", (6, 4))])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plans import rank_plan, rows_of, whole
 
 from ucp_dcp.planners.merge import merge_objects, merge_tensors
-from ucp_dcp.planners.planned import Assignment, Planned, plan_chunks
+from ucp_dcp.planners.planned import Assignment, Planned, plan_chunks, with_objects
 from ucp_dcp.planners.wire import LocalPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -21,7 +21,7 @@ from models import LLAMA3_8B, adam_shapes
 
 
 def plan(plans: list[LocalPlan]) -> tuple[Planned, list[Assignment]]:
-    return plan_chunks(merge_tensors(plans), merge_objects(plans), len(plans))
+    return with_objects(*plan_chunks(merge_tensors(plans), len(plans)), merge_objects(plans))
 
 
 def bytes_per_rank(planned: Planned, itemsize: int) -> np.ndarray:

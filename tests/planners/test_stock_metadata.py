@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from ucp_dcp.planners.merge import merge_objects, merge_tensors
-from ucp_dcp.planners.planned import plan_chunks, stock_state_dict_metadata, ucp_planner_data
+from ucp_dcp.planners.planned import plan_chunks, stock_state_dict_metadata, ucp_planner_data, with_objects
 from ucp_dcp.planners.wire import ObjectEntry
 from ucp_dcp.storage.stock_metadata import stock_metadata_bytes
 
@@ -32,7 +32,7 @@ def test_equal_to_what_stock_code_pickles() -> None:
         boxes["zero_d"] = [whole(())]
         entries = [ObjectEntry("obj.lr", ("obj", "lr"), b"x", 100, False), ObjectEntry("rng", ("rng",), bytes([rank]), 50, True)]
         plans.append(rank_plan(TENSORS, boxes, None, entries))
-    planned, _ = plan_chunks(merge_tensors(plans), merge_objects(plans), 4)
+    planned, _ = with_objects(*plan_chunks(merge_tensors(plans), 4), merge_objects(plans))
     count = len(planned.owner)
     files = [f"g-0/__{rank}_0.distcp" for rank in range(4)]
     starts = [i * (1 << 33) + i for i in range(count)]

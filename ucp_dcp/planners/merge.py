@@ -18,7 +18,7 @@ from ..geometry import check_cover, check_cover_ragged
 from ..names import Role
 from .wire import KeyRow, LocalPlan, ObjectEntry, parse_table
 
-__all__ = ["MergedBoxes", "MergedObjects", "find_tied", "merge_objects", "merge_tables", "merge_tensors", "without"]
+__all__ = ["MergedBoxes", "MergedObjects", "check_replicas", "find_tied", "merge_objects", "merge_tables", "merge_tensors", "without"]
 
 I64 = npt.NDArray[np.int64]
 _SHOWN = 5  # problems listed in one message
@@ -42,6 +42,8 @@ class MergedBoxes:
     hold_start: I64
     holder_rank: I64
     holder_fragment: I64
+    held: I64
+    """For each holder its place among the fragments of all ranks, end to end."""
     maps: list[I64]
     """Per rank: row of its table -> row of ``rows``."""
 
@@ -114,9 +116,9 @@ def merge_tables(plans: Sequence[LocalPlan]) -> tuple[list[KeyRow], list[I64]]:
 
 
 def merge_tensors(plans: Sequence[LocalPlan]) -> MergedBoxes:
-    """Distinct boxes of all tensors with their holders; coverage and replicas are checked.
+    """Distinct boxes of all tensors with their holders; coverage is checked, contents are not (:func:`check_replicas`).
 
-    Raises CoverageError (holes, overlaps: tensor, box, ranks), ReplicaMismatchError (replicas differ), PlanError.
+    Raises CoverageError (holes, overlaps: tensor, box, ranks), PlanError.
     """
     rows, maps = merge_tables(plans)
     row_ndim = np.asarray([len(row.shape) for row in rows], dtype=np.int64)
@@ -124,8 +126,6 @@ def merge_tensors(plans: Sequence[LocalPlan]) -> MergedBoxes:
     rank = np.repeat(np.arange(len(plans)), [len(p.key) for p in plans])
     fragment = np.concatenate([np.arange(len(p.key)) for p in plans])
     coords = np.concatenate([p.coords for p in plans])
-    digest = np.concatenate([p.digest for p in plans])
-    has_digest = np.concatenate([p.has_digest for p in plans])
     ndim = row_ndim[tensor] if len(tensor) else np.zeros(0, np.int64)
     begin = _starts(2 * ndim)
 
@@ -174,10 +174,10 @@ def merge_tensors(plans: Sequence[LocalPlan]) -> MergedBoxes:
         hold_start=hold_start,
         holder_rank=rank[held],
         holder_fragment=fragment[held],
+        held=held,
         maps=maps,
     )
     _check_coverage(merged)
-    _check_replicas(merged, digest[held], has_digest[held])
     return merged
 
 
@@ -219,6 +219,7 @@ def without(merged: MergedBoxes, tensors: Sequence[int]) -> MergedBoxes:
         hold_start=hold_start,
         holder_rank=merged.holder_rank[held],
         holder_fragment=merged.holder_fragment[held],
+        held=merged.held[held],
         maps=merged.maps,
     )
 
@@ -269,7 +270,10 @@ def _check_coverage(merged: MergedBoxes) -> None:
         )
 
 
-def _check_replicas(merged: MergedBoxes, digest: npt.NDArray[np.uint64], has_digest: npt.NDArray[np.bool_]) -> None:
+def check_replicas(plans: Sequence[LocalPlan], merged: MergedBoxes) -> None:
+    """Raises ReplicaMismatchError where ranks hold different values of one box."""
+    digest = np.concatenate([p.digest for p in plans])[merged.held]
+    has_digest = np.concatenate([p.has_digest for p in plans])[merged.held]
     counts = np.diff(merged.hold_start)
     if not (counts > 1).any():
         return

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from .merge import MergedBoxes, MergedObjects, without
 from .ownership import assign_owners
 from .wire import KeyRow, ObjectEntry
 
-__all__ = ["Assignment", "Planned", "PlannedMetadata", "plan_chunks", "stock_state_dict_metadata", "ucp_planner_data"]
+__all__ = ["Assignment", "Planned", "PlannedMetadata", "plan_chunks", "stock_state_dict_metadata", "ucp_planner_data", "with_objects"]
 
 I64 = npt.NDArray[np.int64]
 
@@ -107,10 +107,8 @@ class PlannedMetadata(Metadata):
         return (Metadata, ({}, {PLANNER_DATA_KEY: {"version": 1}}, None, None, self.version))
 
 
-def plan_chunks(
-    merged: MergedBoxes, objects: MergedObjects, world: int, tied: Mapping[int, int] | None = None
-) -> tuple[Planned, list[Assignment]]:
-    """Choose owners, split what must be split, and make every rank's assignment.
+def plan_chunks(merged: MergedBoxes, world: int, tied: Mapping[int, int] | None = None) -> tuple[Planned, list[Assignment]]:
+    """Choose owners, split what must be split, and make every rank's assignment. Objects are added by :func:`with_objects`.
 
     tied: row -> row of the tensor that it is; it gets no chunks of its own.
     """
@@ -139,8 +137,17 @@ def plan_chunks(
             merged, pieces.box, pieces.start, pieces.stop, whole, owner, fragment, flat
         )
     chunk_start = np.searchsorted(tensor, np.arange(len(merged.rows) + 1)).astype(np.int64)
-    planned = Planned(merged.rows, chunk_start, coords, owner, objects.entries, world, dict(tied or {}))
-    return planned, _assignments(owner, fragment, part, part_boxes, objects, world)
+    planned = Planned(merged.rows, chunk_start, coords, owner, [], world, dict(tied or {}))
+    return planned, _assignments(owner, fragment, part, part_boxes, world)
+
+
+def with_objects(planned: Planned, assignments: Sequence[Assignment], objects: MergedObjects) -> tuple[Planned, list[Assignment]]:
+    """The same plan with the objects of one save: they may be others each time while the tensors stay as they are."""
+    own: list[list[tuple[str, str]]] = [[] for _ in range(planned.world)]
+    for entry, rank in objects.entries:
+        local = entry.key.removesuffix(f".per_rank.{rank}") if entry.per_rank else entry.key
+        own[rank].append((entry.key, local))
+    return replace(planned, objects=objects.entries), [replace(a, objects=own[a.rank]) for a in assignments]
 
 
 def _split(
@@ -169,14 +176,10 @@ def _split(
 
 
 def _assignments(
-    owner: I64, fragment: I64, part: I64, part_boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], objects: MergedObjects, world: int
+    owner: I64, fragment: I64, part: I64, part_boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], world: int
 ) -> list[Assignment]:
     order = np.argsort(owner, kind="stable")
     edges = np.searchsorted(owner[order], np.arange(world + 1))
-    own_objects: list[list[tuple[str, str]]] = [[] for _ in range(world)]
-    for entry, rank in objects.entries:
-        local = entry.key.removesuffix(f".per_rank.{rank}") if entry.per_rank else entry.key
-        own_objects[rank].append((entry.key, local))
     out = []
     for rank in range(world):
         mine = order[edges[rank] : edges[rank + 1]]
@@ -190,7 +193,7 @@ def _assignments(
                 fragment=fragment[mine].astype(np.int32),
                 part=renumbered,
                 part_boxes=[part_boxes[int(i)] for i in parts[used]],
-                objects=own_objects[rank],
+                objects=[],
             )
         )
     return out

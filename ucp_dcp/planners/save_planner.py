@@ -17,8 +17,9 @@ from ..errors import PlanError, UnsupportedError
 from ..layout import Collected, Fragment, Layout, ObjectLeaf, PerRank, collect
 from .agree import agree, guarded
 from .average import average_fragments, check_averaged
-from .merge import find_tied, merge_objects, merge_tensors
-from .planned import Assignment, PlannedMetadata, plan_chunks, stock_state_dict_metadata, ucp_planner_data
+from .merge import check_replicas, merge_objects
+from .plan_cache import plan_tensors
+from .planned import Assignment, PlannedMetadata, stock_state_dict_metadata, ucp_planner_data, with_objects
 from .replicas import CheckReplicas, object_digest, serialize_object, tensor_digest
 from .tied import same_memory
 from .wire import KeyRow, LocalPlan, ObjectEntry, pack_local
@@ -198,14 +199,15 @@ class UCPSavePlanner(SavePlanner):
             if not isinstance(plan.planner_data, LocalPlan):
                 raise PlanError(f"rank {rank} did not plan with UCPSavePlanner (found {type(plan.planner_data).__name__})")
             locals_.append(plan.planner_data)
-        merged, objects = merge_tensors(locals_), merge_objects(locals_)
-        tensor_keys = {row.key for row in merged.rows}
+        # a stock writer has an item for each key, so that tied weights are written for each of their names
+        tensors = plan_tensors(locals_, tied=self._ours)
+        check_replicas(locals_, tensors.merged)
+        objects = merge_objects(locals_)
+        tensor_keys = {row.key for row in tensors.merged.rows}
         for entry, rank in objects.entries:
             if entry.key in tensor_keys:
                 raise PlanError(f"{entry.key!r} is an object on rank {rank} and a tensor on another rank")
-        # a stock writer has an item for each key
-        tied = find_tied(locals_, merged) if self._ours else {}
-        planned, assignments = plan_chunks(merged, objects, len(locals_), tied)
+        planned, assignments = with_objects(tensors.planned, tensors.assignments, objects)
         plans = [SavePlan(items=[], storage_data=p.storage_data, planner_data=a) for p, a in zip(all_plans, assignments, strict=True)]
         if self._ours:
             return plans, PlannedMetadata(planned=planned)
