@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .planners.load_planner import UCPLoadPlanner
     from .planners.report import LoadReport
     from .planners.save_planner import UCPSavePlanner
+    from .series import latest
     from .spec import LayoutSpec
     from .storage.dcp_reader import UCPStorageReader
     from .storage.dcp_writer import UCPStorageWriter
@@ -39,6 +40,7 @@ __all__ = [
     "UCPStorageReader",
     "UCPStorageWriter",
     "__version__",
+    "latest",
     "load",
     "open_checkpoint",
     "save",
@@ -58,6 +60,7 @@ _HOME = {
     "UCPSavePlanner": "planners.save_planner",
     "UCPStorageReader": "storage.dcp_reader",
     "UCPStorageWriter": "storage.dcp_writer",
+    "latest": "series",
     "load": "api",
     "open_checkpoint": "checkpoint",
     "save": "api",

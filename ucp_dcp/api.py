@@ -21,6 +21,7 @@ from .planners.resolve import SourceChoice
 from .planners.save_planner import UCPSavePlanner
 from .storage.dcp_reader import UCPStorageReader
 from .storage.dcp_writer import UCPStorageWriter
+from .storage.store import Store
 
 __all__ = ["load", "save"]
 
@@ -51,7 +52,7 @@ def _group(process_group: dist.ProcessGroup | None, no_dist: bool) -> dist.Proce
 
 def save(
     state_dict: dict[str, Any],
-    url: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
     *,
     layout: Layout | None = None,
     roots: Mapping[str, str] | None = None,
@@ -80,13 +81,13 @@ def save(
         try:
             writer.abandon()
         except UCPError as rest:
-            _log.warning("%s: the files of a failed save were not deleted: %s", os.fspath(url), rest)
+            _log.warning("%s: the files of a failed save were not deleted: %s", writer.checkpoint_id, rest)
         _raise_cause(error)
 
 
 def load(
     state_dict: dict[str, Any],
-    url: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
     *,
     layout: Layout | None = None,
     roots: Mapping[str, str] | None = None,
@@ -126,7 +127,7 @@ def load(
 def load_with(
     planner: UCPLoadPlanner,
     state_dict: dict[str, Any],
-    url: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
     prefer: Literal["ucp", "stock"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,

@@ -1,8 +1,8 @@
 """The plan of a save's tensors, kept for the next save of the same layout.
 
-A training job saves the same tensors in the same boxes again and again. Merging and checking them and choosing owners takes the coordinator
-0.4 s for 873 tensors on 256 ranks; a fingerprint of all columns takes a small part of that. It covers all that the plan follows from: names,
-dtypes, shapes, roles, patterns, boxes, who holds them, and their order on every rank. Contents are compared each time.
+A training job saves the same tensors in the same boxes again and again. Merging and checking them and choosing owners takes the
+coordinator 0.4 s for 873 tensors on 256 ranks; a fingerprint of all columns takes a sixth of that. It covers all that the plan follows
+from: names, dtypes, shapes, roles, patterns, boxes, who holds them, and their order on every rank. Contents are compared each time.
 """
 
 from __future__ import annotations

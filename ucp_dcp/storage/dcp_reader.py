@@ -22,7 +22,7 @@ from ..planners.replicas import serialize_object
 from ..planners.served import FailedMetadata, ServedMetadata
 from ..transfer import Copy, ReadStats, read_copies
 from .shared_open import open_shared
-from .store import open_store
+from .store import Store, open_store
 
 __all__ = ["UCPStorageReader"]
 
@@ -33,7 +33,7 @@ class UCPStorageReader(StorageReader):
     Works with :class:`UCPLoadPlanner` and with any other DCP load planner.
 
     Args:
-        url: a local path, ``file://`` or any fsspec URL.
+        url: a local path, ``file://``, any fsspec URL, or a :class:`~ucp_dcp.storage.store.Store`.
         process_group: a foreign checkpoint is parsed once across the ranks of this group (every rank of it must then read); without it
             every rank parses alone. ``ucp_dcp.load`` passes the group of the load.
         prefer: which checkpoint to open when a plain ``dcp.save`` wrote over ours: ``"ucp"`` or ``"stock"``; without it that is an error.
@@ -43,7 +43,7 @@ class UCPStorageReader(StorageReader):
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Store,
         *,
         process_group: dist.ProcessGroup | None = None,
         prefer: Literal["ucp", "stock"] | None = None,
@@ -69,9 +69,14 @@ class UCPStorageReader(StorageReader):
         )
 
     @property
+    def _where(self) -> str:
+        """The URL as text."""
+        return os.fspath(self._url) if isinstance(self._url, str | os.PathLike) else self._url.url
+
+    @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The URL this reader reads from."""
-        return self._url
+        return self._url if isinstance(self._url, str | os.PathLike) else self._url.url
 
     @property
     def source(self) -> Source:
@@ -109,7 +114,7 @@ class UCPStorageReader(StorageReader):
         except Exception as error:
             self._source = None
             return FailedMetadata(error=portable(error), storage_meta=StorageMeta())
-        metadata.storage_meta = StorageMeta(checkpoint_id=os.fspath(self._url))
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._where)
         return metadata
 
     @guarded

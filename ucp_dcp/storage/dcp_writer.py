@@ -70,7 +70,7 @@ class UCPStorageWriter(StorageWriter):
     """Writes a checkpoint in the format of this package; with ``stock_metadata=True`` a plain ``dcp.load`` reads it too.
 
     Args:
-        url: a local path, ``file://`` or any fsspec URL.
+        url: a local path, ``file://``, any fsspec URL, or a :class:`~ucp_dcp.storage.store.Store`.
         overwrite: False refuses when there is a checkpoint already, decided once for all ranks. The old checkpoint stays loadable until
             the new one is committed in any case.
         stock_metadata: also write what stock DCP needs (``.metadata`` and a torch.save frame around every item).
@@ -80,7 +80,7 @@ class UCPStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Store,
         *,
         overwrite: bool = True,
         stock_metadata: bool = True,
@@ -114,9 +114,14 @@ class UCPStorageWriter(StorageWriter):
         )
 
     @property
+    def _where(self) -> str:
+        """The URL as text."""
+        return os.fspath(self._url) if isinstance(self._url, str | os.PathLike) else self._url.url
+
+    @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The URL this writer writes to."""
-        return self._url
+        return self._url if isinstance(self._url, str | os.PathLike) else self._url.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -131,7 +136,7 @@ class UCPStorageWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another save, at another URL if given; storage options are kept."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != os.fspath(self._url):
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._where:
             self._url = checkpoint_id
             self._store = open_store(checkpoint_id, **self._options)
         self._save_id = uuid.uuid4().hex
@@ -139,7 +144,7 @@ class UCPStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Tells our planner that this is our writer (D1)."""
-        return UCPStorageMeta(checkpoint_id=os.fspath(self._url), save_id=self._save_id)
+        return UCPStorageMeta(checkpoint_id=self._where, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuses ``use_collectives=False``: without a coordinator there is no commit."""
@@ -278,7 +283,7 @@ class UCPStorageWriter(StorageWriter):
             length.tolist(),
             [(row.key, row.file, row.offset, row.length) for row in objects],
             [file.path for file in files],
-            StorageMeta(checkpoint_id=os.fspath(self._url), save_id=self._save_id),
+            StorageMeta(checkpoint_id=self._where, save_id=self._save_id),
             _STOCK_VERSION,
         )
         return catalog, stock
@@ -317,7 +322,7 @@ class UCPStorageWriter(StorageWriter):
         if not self.stock_metadata:
             return builder.build(), None
         storage = {index: _StorageInfo(path, offset, length) for index, (path, offset, length, _) in where.items()}
-        meta = StorageMeta(checkpoint_id=os.fspath(self._url), save_id=self._save_id)
+        meta = StorageMeta(checkpoint_id=self._where, save_id=self._save_id)
         stock = Metadata(
             dict(metadata.state_dict_metadata), metadata.planner_data, storage_data=storage, storage_meta=meta, version=_STOCK_VERSION
         )
