@@ -34,6 +34,7 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(VENV)/.stamp-test
 	$(BIN)/python examples/zero_to_mesh/demo.py $(ARGS)
+	$(BIN)/python examples/fsdp/run.py --short
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(ARGS)
