@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..errors import CheckpointNotFoundError, FormatError, StoreError, StoreNotFoundError, UnsupportedError
-from ..storage.commit import open_root
+from ..storage.commit import is_generation, is_temporary, open_root
 from ..storage.manifest import MANIFEST
 from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
@@ -83,6 +83,11 @@ def _unknown(store: Store) -> Exception:
         return CheckpointNotFoundError(f"{store.url}: there is nothing here{_siblings(store.url)}")
     tops = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
     found = ", ".join(tops[:_SHOWN]) + (f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else "")
+    ours = [top for top in tops if is_generation(top.rstrip("/"))]
+    if ours and all(top in ours or is_temporary(top) for top in tops):
+        return CheckpointNotFoundError(
+            f"{store.url}: there is only an unfinished save here ({', '.join(ours[:_SHOWN])}); nothing was committed (no {MANIFEST})"
+        )
     bases = {name.rsplit("/", 1)[-1] for name in names}
     for clue, what in (
         ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),

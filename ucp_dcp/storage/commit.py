@@ -38,6 +38,8 @@ __all__ = [
     "check_foreign",
     "collect",
     "commit",
+    "is_generation",
+    "is_temporary",
     "new_generation",
     "open_root",
     "read_manifest",
@@ -202,7 +204,7 @@ def collect(store: Store, *, orphan_age: float = ORPHAN_AGE, now: float | None =
     newest: dict[str, float] = {}
     for entry in store.list("g-"):
         generation = entry.path.partition("/")[0]
-        if _is_generation(generation) and entry.path != generation:
+        if is_generation(generation) and entry.path != generation:
             newest[generation] = max(newest.get(generation, entry.mtime), entry.mtime)
     stale = sorted(generation for generation, changed in newest.items() if changed < before)
     leftovers = [e.path for e in store.list(".") if _TEMPORARY.fullmatch(e.path) and e.mtime < before]
@@ -314,7 +316,13 @@ def _delete_generation(store: Store, generation: str) -> None:
     store.delete(*sorted(entry.path for entry in store.list(prefix)))
 
 
-def _is_generation(name: str) -> bool:
+def is_temporary(path: str) -> bool:
+    """Whether a file in the root is what a put leaves behind when it is cut short."""
+    return _TEMPORARY.fullmatch(path) is not None
+
+
+def is_generation(name: str) -> bool:
+    """Whether this is the name of a generation's folder."""
     try:
         check_generation(name)
     except FormatError:

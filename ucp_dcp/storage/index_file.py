@@ -32,15 +32,22 @@ _TRUSTED = 16 << 20
 def write_index(store: Store, path: str, sections: Mapping[str, Buffer]) -> tuple[int, dict[str, Section]]:
     """Write sections into a new file, in the order given, each at a multiple of 64 bytes; returns its size and table. Durable on return."""
     table: dict[str, Section] = {}
+    pending = bytearray()
+    done = 0
     with store.create(path) as writer:
         for name, data in sections.items():
             view = byte_view(data)
-            gap = align(writer.tell()) - writer.tell()
-            if gap:
-                writer.write(bytes(gap))
-            table[name] = Section(writer.tell(), view.nbytes, digest(view))
+            pending += bytes(align(done + len(pending)) - done - len(pending))
+            table[name] = Section(done + len(pending), view.nbytes, digest(view))
+            if len(pending) + view.nbytes <= _TOGETHER:  # most indexes are one write
+                pending += view
+                continue
+            writer.write(pending)
             writer.write(view)
-        return writer.tell(), table
+            done += len(pending) + view.nbytes
+            pending = bytearray()
+        writer.write(pending)
+        return done + len(pending), table
 
 
 class IndexFile:
