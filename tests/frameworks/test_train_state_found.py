@@ -82,3 +82,22 @@ def test_another_number_of_schedulers(tmp_path: Path) -> None:
     live, opt, one = job()
     with pytest.raises(PlanError, match="2 schedulers"):
         ucp_dcp.TrainState(live, opt, scheduler=one, rng=False).load(tmp_path / "c")
+
+
+def test_random_generators_that_are_not_there_are_named_with_everything_else(tmp_path: Path) -> None:
+    """Not only after all other problems are out of the way."""
+    model, optimizer, _ = job(1)
+    ucp_dcp.TrainState(model, optimizer, rng=False).save(tmp_path / "c")
+    live, opt, scheduler = job()
+    state = ucp_dcp.TrainState(live, opt, scheduler=scheduler, extra={"step": 0})
+    with pytest.raises(MissingKeysError, match="3 problems") as caught:
+        state.load(tmp_path / "c")
+    assert all(f"'{name}'" in str(caught.value) for name in ("rng", "lr_scheduler", "extra.step"))
+
+
+def test_nothing_is_said_of_fewer_ranks_when_no_rank_saved_any(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = job(1)
+    ucp_dcp.TrainState(model, optimizer, rng=False).save(tmp_path / "c")
+    live, opt, _ = job()
+    report = ucp_dcp.TrainState(live, opt).load(tmp_path / "c", strict=False)
+    assert report.missing == ["rng"] and "fewer ranks" not in caplog.text

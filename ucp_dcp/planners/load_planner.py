@@ -219,7 +219,7 @@ class UCPLoadPlanner(LoadPlanner):
             try:
                 place_of(self._state_dict, leaf)
                 if leaf.per_rank:
-                    per_rank.append(self._source_key(leaf.key))
+                    self._want_per_rank(leaf, catalog, per_rank)
                     continue
                 if leaf.group is not None:
                     groups.setdefault(leaf.group.root, []).append(leaf)
@@ -265,7 +265,7 @@ class UCPLoadPlanner(LoadPlanner):
                 else:
                     there.add(key)
                     used[catalog.n_tensors + at] = True
-        if self.strict and (missing := sorted(set(absent) - there)):
+        if self.strict and (missing := sorted(set(absent) - there)):  # saved by ranks that are not here now
             raise MissingKeysError("per-rank objects are not in the checkpoint: " + ", ".join(map(repr, missing[:_SHOWN])))
         for key, ranks in absent.items():
             _log.warning("%r was saved by fewer ranks: ranks %s keep the value that they have", key, ", ".join(map(str, ranks)))
@@ -292,7 +292,8 @@ class UCPLoadPlanner(LoadPlanner):
             if leaf.per_rank and self._selected(leaf.key):
                 row = catalog.find_object(f"{self._source_key(leaf.key)}.per_rank.{order.rank}")
                 if row is None:
-                    self.report.missing.append(leaf.key)
+                    if leaf.key not in self.report.missing:
+                        self.report.missing.append(leaf.key)
                 else:
                     self._wanted.objects.append((row, leaf))
                     self.report.loaded.append(leaf.key)
@@ -435,6 +436,13 @@ class UCPLoadPlanner(LoadPlanner):
             used[t] = True
             self.report.source[leaf.key] = "key"
         self.report.loaded.append(leaf.key)
+
+    def _want_per_rank(self, leaf: ObjectLeaf, catalog: Catalog, per_rank: list[str]) -> None:
+        """Which rank has one is known when all have spoken; that none has, at once."""
+        key = self._source_key(leaf.key)
+        if not any(row.key.startswith(f"{key}.per_rank.") for row in catalog.objects):
+            raise MissingKeysError(f"per-rank objects are not in the checkpoint: {key!r}")
+        per_rank.append(key)
 
     def _want_groups(
         self,
