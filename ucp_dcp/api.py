@@ -22,6 +22,7 @@ from .planners.save_planner import UCPSavePlanner
 from .storage.dcp_reader import UCPStorageReader
 from .storage.dcp_writer import UCPStorageWriter
 from .storage.store import Store
+from .transfer import Verify
 
 __all__ = ["load", "save"]
 
@@ -99,6 +100,7 @@ def load(
     source: SourceChoice = "auto",
     master_from_weight: bool = False,
     allow_classes: Sequence[type] = (),
+    verify: Verify = "covered",
     prefer: Literal["ucp", "stock"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -121,7 +123,7 @@ def load(
         master_from_weight=master_from_weight,
         allow_classes=allow_classes,
     )
-    return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist)
+    return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist, verify)
 
 
 def load_with(
@@ -132,9 +134,11 @@ def load_with(
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    verify: Verify = "covered",
 ) -> LoadReport:
     """:func:`load` with a planner that is there already."""
-    reader = UCPStorageReader(url, process_group=_group(process_group, no_dist), prefer=prefer, storage_options=storage_options)
+    group = _group(process_group, no_dist)
+    reader = UCPStorageReader(url, process_group=group, prefer=prefer, verify=verify, storage_options=storage_options)
     try:
         dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:

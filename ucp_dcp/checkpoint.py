@@ -17,7 +17,7 @@ from .names import Role, canonical_name
 from .planners.resolve import nearest
 from .planners.stored import check_covered, check_groups
 from .storage.store import Store, open_store
-from .transfer import Copy, ReadStats, read_copies
+from .transfer import Copy, Digests, ReadStats, Verify, checked_source, read_copies
 
 if TYPE_CHECKING:
     from .check import CheckReport
@@ -144,8 +144,12 @@ def _parse_index(index: Any, shape: Sequence[int], name: str) -> tuple[Box, list
 class Checkpoint(Mapping[str, StoredTensor]):
     """An open checkpoint of any format: canonical names (or keys as written) -> :class:`StoredTensor`. Nothing is read until a slice is."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, verify: Verify = "covered") -> None:
         self._source = source
+        self._verify: Verify = verify
+        self._digests = Digests(source)
+        if verify != "off":
+            checked_source(source, self._digests)
         self.stats = ReadStats()
 
     @property
@@ -236,7 +240,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
             stored = boxes[h, 0].tolist()
             copies.append(Copy(first + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
-        read_copies(self._source, copies, gap=_GAP, stats=self.stats)
+        read_copies(self._source, copies, gap=_GAP, verify=self._verify, digests=self._digests, stats=self.stats)
 
 
 class ObjectView(Mapping[str, Any]):
@@ -270,11 +274,14 @@ def open_checkpoint(
     url: str | os.PathLike[str] | Store,
     *,
     prefer: Literal["ucp", "stock"] | None = None,
+    verify: Verify = "covered",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format where it lies. No tensor byte is read.
 
+    ``verify``: as for :class:`UCPStorageReader`; ``"strict"`` makes a slice read whole blocks.
+
     Raises CheckpointNotFoundError, FormatError / CorruptCheckpointError (file named), ForeignSaveError (D4; see ``prefer``).
     """
     store = open_store(url, **dict(storage_options or {}))
-    return Checkpoint(open_source(store, prefer=prefer))
+    return Checkpoint(open_source(store, prefer=prefer), verify)

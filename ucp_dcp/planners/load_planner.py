@@ -28,7 +28,7 @@ from ..layout import Collected, Fragment, Layout, ObjectLeaf, collect
 from ..names import Role
 from ..safe_pickle import load_object
 from ..spec.names import NameGlob
-from ..transfer import Copy, ReadStats, read_copies
+from ..transfer import Copy, Digests, ReadStats, Verify, read_copies
 from .agree import guarded
 from .destinations import fill_number, place_of, put_object, stored_number
 from .param_groups import Resolved, StoredGroups, resolve_groups
@@ -499,14 +499,15 @@ class UCPLoadPlanner(LoadPlanner):
 
     # -- our storage reader -------------------------------------------------------------------------------------------------
 
-    def execute(self, source: Source, *, gap: int = 0) -> None:
+    def execute(self, source: Source, *, gap: int = 0, verify: Verify = "covered", digests: Digests | None = None) -> ReadStats:
         """Fill every destination of this rank from ``source`` (called by our reader's ``read_data``)."""
         objects = [(source.read_object(row, self.allow_classes), leaf) for row, leaf in self._wanted.objects]
         numbers = [(source.read_object(row, self.allow_classes), fragment) for row, fragment in self._wanted.numbers]
         for value, fragment in numbers:
             stored_number(fragment, value)
-        stats = read_copies(source, self._wanted.copies, gap=gap, stats=ReadStats())
+        stats = read_copies(source, self._wanted.copies, gap=gap, verify=verify, digests=digests)
         self.report.bytes_read, self.report.bytes_wanted, self.report.ranges = stats.bytes_read, stats.bytes_wanted, stats.ranges
+        self.report.bytes_verified, self.report.bytes_unverified = stats.bytes_verified, stats.bytes_unverified
         for value, fragment in numbers:
             fill_number(fragment, value)
         for value, leaf in objects:
@@ -515,6 +516,7 @@ class UCPLoadPlanner(LoadPlanner):
             put_object(self._state_dict, leaf, number.reshape(()).item())
         for leaf, value in self._wanted.hyperparameters:
             put_object(self._state_dict, leaf, value)
+        return stats
 
     # -- stock storage reader --------------------------------------------------------------------------------------------------
 

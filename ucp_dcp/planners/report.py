@@ -15,7 +15,9 @@ class LoadReport:
     key -> (stored dtype, wanted dtype). padded: keys whose padding was filled with zeros. source: key -> ``weight | master | state | key
     | object | param_groups``. kept: hyperparameters that stay as they are because the checkpoint cannot know them (key -> reason).
     skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read / bytes_wanted /
-    ranges: what our reader asked of the store on this rank (0 with a stock reader).
+    ranges: what our reader asked of the store on this rank (0 with a stock reader). bytes_verified / bytes_unverified: the wanted bytes
+    of tensors that were, and were not, checked against a digest (``verify`` of the reader says what is checked; stock DCP and DeepSpeed
+    checkpoints have no digests).
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -29,11 +31,13 @@ class LoadReport:
     bytes_read: int = 0
     bytes_wanted: int = 0
     ranges: int = 0
+    bytes_verified: int = 0
+    bytes_unverified: int = 0
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} loaded"]
         more = ("missing", "unexpected", "cast", "padded", "kept", "skipped")
         parts += [f"{len(v)} {name}" for name in more if (v := getattr(self, name))]
         if self.bytes_wanted:
-            parts.append(f"{self.bytes_read} bytes read for {self.bytes_wanted} wanted")
+            parts.append(f"{self.bytes_read} bytes read for {self.bytes_wanted} wanted, {self.bytes_unverified} of them not verified")
         return ", ".join(parts)

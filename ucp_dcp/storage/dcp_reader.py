@@ -20,7 +20,7 @@ from ..planners.agree import guarded, portable
 from ..planners.load_planner import UCPLoadPlanner
 from ..planners.replicas import serialize_object
 from ..planners.served import FailedMetadata, ServedMetadata
-from ..transfer import Copy, ReadStats, read_copies
+from ..transfer import Copy, Digests, ReadStats, Verify, checked_source, read_copies
 from .shared_open import open_shared
 from .store import Store, open_store
 
@@ -37,8 +37,11 @@ class UCPStorageReader(StorageReader):
         process_group: a foreign checkpoint is parsed once across the ranks of this group (every rank of it must then read); without it
             every rank parses alone. ``ucp_dcp.load`` passes the group of the load.
         prefer: which checkpoint to open when a plain ``dcp.save`` wrote over ours: ``"ucp"`` or ``"stock"``; without it that is an error.
-        gap: runs of one chunk that are at most this many bytes apart are read in one range (at most twice the wanted bytes).
-        storage_options: for the fsspec filesystem.
+        verify: what is checked against the digests of a checkpoint that has them. ``"covered"``: every block that a load reads whole, and
+            all objects; ``"strict"``: every byte loaded, for which whole blocks are read; ``"off"``.
+        gap: holes between wanted bytes that are at most this many bytes wide may be read too, where that costs less or completes a
+            block: at most as many bytes again as are wanted (but for holes below 512 bytes).
+        storage_options: for :class:`~ucp_dcp.storage.local.LocalStore` (``threads``: how many read at once) or the fsspec filesystem.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class UCPStorageReader(StorageReader):
         *,
         process_group: dist.ProcessGroup | None = None,
         prefer: Literal["ucp", "stock"] | None = None,
+        verify: Verify = "covered",
         gap: int = 4096,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -54,18 +58,22 @@ class UCPStorageReader(StorageReader):
         self._url = url
         self._group = process_group
         self._prefer: Literal["ucp", "stock"] | None = prefer
+        if verify not in ("covered", "strict", "off"):
+            raise PlanError(f"verify={verify!r}; expected 'covered', 'strict' or 'off'")
+        self._verify: Verify = verify
         self._gap = gap
         self._options = dict(storage_options or {})
         self._source: Source | None = None
+        self._digests: Digests | None = None
         self.stats = ReadStats()
 
     def __getstate__(self) -> dict[str, Any]:
         # D18: no group, no open source travels
-        return {"_url": self._url, "_prefer": self._prefer, "_gap": self._gap, "_options": self._options}
+        return {"_url": self._url, "_prefer": self._prefer, "_verify": self._verify, "_gap": self._gap, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
-            state["_url"], prefer=state["_prefer"], gap=state["_gap"], storage_options=state["_options"]
+            state["_url"], prefer=state["_prefer"], verify=state["_verify"], gap=state["_gap"], storage_options=state["_options"]
         )
 
     @property
@@ -110,6 +118,9 @@ class UCPStorageReader(StorageReader):
                 self._source = open_shared(store, self._group, prefer=self._prefer)
             else:
                 self._source = open_source(store, prefer=self._prefer)
+            self._digests = Digests(self._source)
+            if self._verify != "off":
+                checked_source(self._source, self._digests)
             metadata = ServedMetadata.of(self._source)
         except Exception as error:
             self._source = None
@@ -135,9 +146,7 @@ class UCPStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's destinations."""
         if isinstance(planner, UCPLoadPlanner):
-            planner.execute(self.source, gap=self._gap)
-            report = planner.report
-            self.stats = ReadStats(report.bytes_read, report.ranges, report.bytes_wanted)
+            self.stats = planner.execute(self.source, gap=self._gap, verify=self._verify, digests=self._digests)
         else:
             self._read_items(plan, planner)
         future: Future[None] = Future()
@@ -178,6 +187,6 @@ class UCPStorageReader(StorageReader):
                 raise PlanError(f"tensor {key!r}: the planner offers {tuple(target.size())} for a read of {tuple(item.lengths)}")
             copies.append(Copy(chunk, tuple(item.storage_offsets), target))
             commits.append((item, target))
-        self.stats = read_copies(source, copies, gap=self._gap)
+        self.stats = read_copies(source, copies, gap=self._gap, verify=self._verify, digests=self._digests)
         for item, target in commits:
             planner.commit_tensor(item, target)

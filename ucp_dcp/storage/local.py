@@ -40,13 +40,16 @@ class LocalStore:
     the machine. A symbolic link below the root whose target lies outside it is refused, so that a checkpoint from elsewhere
     cannot make us read or write other files; ``links_outside=True`` allows *reading* through such links (caches that link each file to
     a shared pool). Links are resolved before a file is opened: this protects against hostile content, not against somebody
-    who changes the folder at the same time.
+    who changes the folder at the same time. ``threads``: how many a load reads with (default: the cores of this process, at most 4).
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, sync: bool = True, links_outside: bool = False) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, sync: bool = True, links_outside: bool = False, threads: int | None = None
+    ) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self.sync = sync
         self.links_outside = links_outside
+        self.threads = threads
 
     @property
     def url(self) -> str:
@@ -72,10 +75,10 @@ class LocalStore:
         """See :meth:`Store.read`. Sizes are checked before memory is taken."""
         if start < 0 or (length is not None and length < 0):
             raise FormatError(f"{path}: range of {length} bytes from byte {start}; neither may be negative")
-        with self._opened(path) as (fd, size):
+        with self.opened(path) as (fd, size):
             if length is None:
                 length = max(size - start, 0)
-            self._check_end(path, start, length, size)
+            self.check_end(path, start, length, size)
             parts = []
             while length > 0:
                 try:
@@ -103,9 +106,9 @@ class LocalStore:
             first = last
 
     def _read_file(self, path: str, ranges: list[Range], views: list[memoryview]) -> None:
-        with self._opened(path) as (fd, size):
+        with self.opened(path) as (fd, size):
             for wanted in ranges:
-                self._check_end(path, wanted.start, wanted.length, size)
+                self.check_end(path, wanted.start, wanted.length, size)
             first = 0
             while first < len(ranges):
                 end = ranges[first].start + ranges[first].length
@@ -138,7 +141,8 @@ class LocalStore:
                 pending[0] = pending[0][count:]
 
     @contextlib.contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+    def opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """Descriptor and size of a regular file, open for reading. Raises StoreError."""
         full = self._resolved(path)
         try:
             # O_NONBLOCK: opening a named pipe must not wait for a writer; it has no effect on regular files.
@@ -160,7 +164,8 @@ class LocalStore:
             raise StoreError(f"{path} is not a regular file (a device, pipe or socket)")
 
     @staticmethod
-    def _check_end(path: str, start: int, length: int, size: int) -> None:
+    def check_end(path: str, start: int, length: int, size: int) -> None:
+        """Raises CorruptCheckpointError when a file of ``size`` bytes does not hold these."""
         if start + length > size:
             raise CorruptCheckpointError(
                 f"{path}: {length} bytes from byte {start} were wanted, but the file has {size} bytes; "
