@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,7 @@ __all__ = [
     "abandon",
     "begin",
     "check_foreign",
+    "check_visible",
     "collect",
     "commit",
     "is_generation",
@@ -151,6 +153,32 @@ def commit(
     except (StoreError, FormatError) as error:
         _log.warning("%s: generation %s is committed, but collecting old ones failed: %s", store.url, generation, error)
     return manifest
+
+
+def check_visible(store: Store, generation: str, files: Mapping[str, int]) -> None:
+    """Whether the coordinator sees what the ranks wrote: path -> size of the data files of this save.
+
+    Raises StoreError that names the ranks whose files are not there: folders of the same name on different machines are not one folder.
+    """
+    seen = {entry.path: entry.size for entry in store.list(f"{check_generation(generation)}/")}
+    hidden: dict[str, str] = {}
+    for path, size in files.items():
+        found = seen.get(path)
+        if found is None:  # a listing may be behind
+            try:
+                found = store.size(path)
+            except StoreNotFoundError:
+                hidden[path] = f"{path} is not there"
+                continue
+        if found != size:
+            hidden[path] = f"{path} has {found} bytes instead of {size}"
+    if hidden:
+        ranks = [f"rank {path.rpartition('/')[2].removeprefix('__').partition('_')[0]} ({why})" for path, why in hidden.items()]
+        shown = ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+        raise StoreError(
+            f"{store.url}: the coordinator does not see what {len(hidden)} of {len(files)} ranks wrote: {shown}. A checkpoint must be on "
+            "storage that is shared by all ranks, not on a disk of each node; nothing was committed"
+        )
 
 
 def abandon(store: Store, generation: str) -> None:

@@ -29,7 +29,7 @@ from ..planners.agree import guarded
 from ..planners.planned import Planned, PlannedMetadata
 from ..planners.save_planner import UCPSavePlanner, UCPStorageMeta
 from ..transfer import flat_bytes
-from .commit import Begun, abandon, begin, commit, new_generation
+from .commit import Begun, abandon, begin, check_visible, commit, new_generation
 from .framing import align, tensor_frame
 from .index_file import write_index
 from .manifest import Manifest
@@ -198,6 +198,7 @@ class UCPStorageWriter(StorageWriter):
             catalog, stock = self._finish_planned(metadata.planned, results)
         else:
             catalog, stock = self._finish_foreign(metadata, results)
+        check_visible(self._store, self._generation, {row.path: row.size for row in catalog.files})
         index_path = f"{self._generation}/index.ucp"
         size, sections = write_index(self._store, index_path, catalog.to_sections())
         provenance = {
