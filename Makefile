@@ -10,13 +10,14 @@ ARGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-deepspeed clean
 
 help:
 	@echo "make demo   a checkpoint moves between layouts, on your screen"
 	@echo "make test   all tests"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  all benchmarks; results in benchmarks/results/"
+	@echo "make bench-deepspeed  beside DeepSpeed's converter; installs DeepSpeed in benchmarks/.venv-deepspeed"
 	@echo "make clean  remove .venv, caches and results"
 
 $(BIN)/python:
@@ -47,6 +48,9 @@ lint: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+bench-deepspeed: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/bench_deepspeed.py --install $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist demo_out benchmarks/results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) benchmarks/.venv-deepspeed build dist demo_out benchmarks/results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
