@@ -140,6 +140,7 @@ def commit(
 
     try:
         _publish_metadata(store, metadata)  # step 4
+        _yield_to_later(store, generation)
     except StoreError as error:
         raise StoreError(
             f"{store.url}: generation {generation} is committed, but its {METADATA} was not published for stock readers; "
@@ -337,6 +338,23 @@ def _publish_metadata(store: Store, metadata: bytes | None) -> None:
         store.delete(METADATA)
     else:
         store.put(METADATA, metadata)
+
+
+def _yield_to_later(store: Store, generation: str) -> None:
+    """Another save may have been committed between our steps 3 and 4: the root ``.metadata`` is then made the later one's.
+
+    Of two savers the one that publishes last looks last, so that in the end the ``.metadata`` is that of the manifest.
+    """
+    for _ in range(_OPEN_ATTEMPTS):
+        current = read_manifest(store)
+        if current is None or current.generation == generation:
+            return
+        generation = current.generation
+        try:
+            data = store.read(f"{generation}/{METADATA}") if current.metadata is not None else None
+        except StoreNotFoundError:
+            continue  # replaced once more
+        _publish_metadata(store, data)
 
 
 def _delete_generation(store: Store, generation: str) -> None:
