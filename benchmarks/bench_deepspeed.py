@@ -7,9 +7,9 @@ DeepSpeed makes the source itself (two ranks, two steps, bf16). It is no depende
 UCP_DCP_DEEPSPEED_PYTHON). Without any, this script says so and measures nothing. Linux only (``accounting.py``).
 
 Bytes are those of files, per byte of state (fp32 masters, exp_avg, exp_avg_sq: 12 per parameter), over all processes; ``disk`` is the most
-that lay there at one time beyond the source, ``files`` how many were created. CPU seconds are user + system of all processes while they convert
-or load, and again with all that they did before (imports, process group, building the engine or the destinations). ``rank memory`` is the
-largest growth of one process's resident memory beyond the destinations. ``sent`` went between ranks.
+that lay there at one time beyond the source, ``files`` how many were created. CPU seconds are user + system of all processes while they
+convert or load, and again with all that they did before (imports, process group, building the engine or the destinations). ``rank memory``
+is the largest growth of one process's resident memory beyond the destinations. ``sent`` went between ranks.
 """
 
 from __future__ import annotations
