@@ -43,7 +43,7 @@ __all__ = [
 
 SCRATCH = 64 << 20
 """Bytes of scratch memory filled at once (twice that for a CUDA device)."""
-_TASK = 4 << 20
+_TASK = 8 << 20
 _TASK_REMOTE = 32 << 20
 """Bytes of one thread's next piece of work: small enough to spread, large enough that a remote store gets many requests at once."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -14,6 +15,7 @@ import torch
 import xxhash
 
 from ..catalog import FileRow
+from ..errors import CorruptCheckpointError, StoreError
 from ..storage.blocks import block_digest
 from ..storage.local import LocalStore
 from ..storage.preadv import available, fill, view_of
@@ -182,6 +184,9 @@ class Runner:
         call = plan.call[c0 : c1 + 1].tolist()
         starts, lengths = plan.call_start[c0:c1].tolist(), plan.call_length[c0:c1].tolist()
         blocks = plan.call_block[c0:c1].tolist()
+        if call[-1] - call[0] == c1 - c0 and max(blocks) < 0 and not plan.filler[call[0] : call[-1]].any():
+            _read_runs(fd, path, starts, lengths, plan.address[call[0] : call[-1]])
+            return
         if plan.filler[call[0] : call[-1]].any():
             table = table[call[0] : call[-1]].copy()
             mask = plan.filler[call[0] : call[-1]]
@@ -239,6 +244,25 @@ class Runner:
                 if not filler[k]:
                     at, size = int(start[k]) - origin, int(length[k])
                     view_of(int(address[k]), size)[:] = view[at : at + size]
+
+
+def _read_runs(fd: int, path: str, starts: list[int], lengths: list[int], address: npt.NDArray[np.int64]) -> None:
+    """Runs that are far apart, each in one call: as little as possible around the system call."""
+    low = int(address.min())
+    # a view from the first to the last byte that is written; only slices of it, which are ours, are touched
+    reach = view_of(low, int(address.max()) - low + max(lengths))
+    preadv = os.preadv
+    for start, length, at in zip(starts, lengths, (address - low).tolist(), strict=True):
+        into = reach[at : at + length]
+        try:
+            got = preadv(fd, (into,), start)
+        except OSError as error:
+            raise StoreError(f"{path}: reading at byte {start} failed: {error.strerror or error}") from error
+        while got < length:
+            more = os.preadv(fd, (into[got:],), start + got)
+            if not more:
+                raise CorruptCheckpointError(f"{path}: ended at byte {start + got} while {length - got} more were wanted; it is truncated")
+            got += more
 
 
 class _Hasher:
