@@ -20,7 +20,7 @@ from .planners.report import LoadReport
 from .planners.resolve import SourceChoice
 from .planners.save_planner import UCPSavePlanner
 from .storage.dcp_reader import UCPStorageReader
-from .storage.dcp_writer import UCPStorageWriter
+from .storage.dcp_writer import GRACE, UCPStorageWriter
 from .storage.store import Store
 from .transfer import Verify
 
@@ -61,6 +61,7 @@ def save(
     stock_metadata: bool = True,
     check_replicas: CheckReplicas = "sample",
     provenance: Mapping[str, Any] | None = None,
+    grace: float = GRACE,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -73,7 +74,12 @@ def save(
     planner = UCPSavePlanner(layout=layout, roots=roots, check_replicas=check_replicas, process_group=_group(process_group, no_dist))
     planner._no_dist = no_dist
     writer = UCPStorageWriter(
-        url, overwrite=overwrite, stock_metadata=stock_metadata, provenance=provenance, storage_options=storage_options
+        url,
+        overwrite=overwrite,
+        stock_metadata=stock_metadata,
+        provenance=provenance,
+        grace=grace,
+        storage_options=storage_options,
     )
     try:
         dcp_save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())

@@ -37,7 +37,7 @@ def loaded(url: Any, n: int = 8) -> list[float]:
 
 
 def save_own(rank: int, world: int, url: str, base: int) -> None:
-    ucp_dcp.save({k: v for i, (k, v) in enumerate(values(base).items()) if i % world == rank}, url)
+    ucp_dcp.save({k: v for i, (k, v) in enumerate(values(base).items()) if i % world == rank}, url, grace=0)
 
 
 def load_all(rank: int, world: int, url: str) -> list[float]:

@@ -99,9 +99,13 @@ def test_overwrite_false_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_overwriting_leaves_one_generation(tmp_path: Path) -> None:
+def test_overwriting_leaves_one_generation_and_those_of_the_grace_period(tmp_path: Path) -> None:
+    ucp_dcp.save({"a": torch.full((3,), 7.0)}, tmp_path)
+    reader = ucp_dcp.open_checkpoint(tmp_path)
+    ucp_dcp.save({"a": torch.full((3,), 8.0)}, tmp_path)
+    assert reader["a"].read().tolist() == [7.0] * 3
     for value in range(3):
-        ucp_dcp.save({"a": torch.full((3,), float(value))}, tmp_path)
+        ucp_dcp.save({"a": torch.full((3,), float(value))}, tmp_path, grace=0)
     assert len([p for p in tmp_path.iterdir() if p.name.startswith("g-")]) == 1
     got = {"a": torch.zeros(3)}
     dcp.load(got, checkpoint_id=tmp_path, no_dist=True)

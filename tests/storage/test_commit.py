@@ -40,7 +40,7 @@ def stock_bytes(generation, files):
     return json.dumps({"generation": generation, "files": files}).encode()
 
 
-def save(store, generation=None, *, overwrite=True, stock=True, ranks=2, orphan_age=None):
+def save(store, generation=None, *, overwrite=True, stock=True, ranks=2, orphan_age=None, **grace):
     begun = begin(store, overwrite=overwrite)
     generation = generation or new_generation()
     files = [f"{generation}/__{rank}_0.distcp" for rank in range(ranks)]
@@ -51,7 +51,7 @@ def save(store, generation=None, *, overwrite=True, stock=True, ranks=2, orphan_
     size, sections = write_index(store, f"{generation}/index.ucp", {"files": json.dumps(files).encode(), "g": generation.encode()})
     manifest = Manifest.new(generation=generation, index_path=f"{generation}/index.ucp", index_size=size, sections=sections)
     metadata = stock_bytes(generation, files) if stock else None
-    return commit(store, manifest, metadata, overwrite=overwrite, begun=begun, orphan_age=orphan_age)
+    return commit(store, manifest, metadata, overwrite=overwrite, begun=begun, orphan_age=orphan_age, **grace)
 
 
 def check_complete(store, generation, files):
@@ -150,7 +150,7 @@ def test_crash_after_every_change(old, new_stock, overwrite):
 def test_begin_finishes_what_a_crash_left():
     store, older = _saved(OLD), stock_bytes("older", ["x"])
     store.put("x", b"data of older")
-    manifest = read_manifest(store).with_metadata(read_manifest(store).metadata, FileDigest.of(older))
+    manifest = read_manifest(store).replacing(read_manifest(store).metadata, FileDigest.of(older))
     store.put(MANIFEST, manifest.to_bytes())
     store.put(METADATA, older)
     assert open_stock(store) == "older"
@@ -500,3 +500,20 @@ def test_collect_what_a_killed_put_leaves_behind(tmp_path, monkeypatch):
     collect(store, orphan_age=-60)
     assert not [e.path for e in store.list("") if e.path.endswith(".tmp")]
     assert open_ours(store) == open_stock(store) == OLD
+
+
+def test_a_replaced_generation_stays_for_its_readers():
+    """For the grace period; the first commit after it deletes it, whatever crashed in between."""
+    store = DictStore()
+    names = []
+    for n, when in enumerate([1000.0, 1010.0, 1020.0, 1400.0, 1405.0]):
+        committed = save(store, grace=300, now=when)
+        names.append(committed.generation)
+        there = {path.split("/")[0] for path in store.files if path.startswith("g-")}
+        kept = {0: [], 1: [0], 2: [0, 1], 3: [2], 4: [2, 3]}[n]
+        assert [name for name, _ in committed.superseded] == [names[i] for i in kept]
+        assert there == {names[i] for i in [*kept, n]}
+        assert read_manifest(store) == committed
+    assert collect(store, orphan_age=-1.0) == []  # neither current nor kept for readers
+    last = save(store, grace=0, now=1406.0)
+    assert {path.split("/")[0] for path in store.files if path.startswith("g-")} == {last.generation}

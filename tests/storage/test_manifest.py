@@ -37,7 +37,7 @@ def edited(change, keep_digest=False):
 
 def test_round_trip():
     one, two = FileDigest.of(b"abc"), FileDigest.of(bytes(200_000))
-    manifest = make().with_metadata(one, two)
+    manifest = make().replacing(one, two)
     again = Manifest.from_bytes(manifest.to_bytes())
     assert again == manifest == pickle.loads(pickle.dumps(manifest))
     assert again.metadata == one and again.previous_metadata == two and again.provenance["ü"] == [1, 2.5, None]

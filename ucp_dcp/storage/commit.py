@@ -27,7 +27,7 @@ from ..errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from .manifest import MANIFEST, MAX_BYTES, FileDigest, Manifest, check_generation, digest
+from .manifest import MANIFEST, MAX_BYTES, FileDigest, Manifest, check_generation, digest, seconds_of, utc_text
 from .store import Entry, Range, Store
 
 __all__ = [
@@ -53,6 +53,7 @@ ORPHAN_AGE = 24 * 3600.0
 """Seconds since the last change after which a generation that no manifest names is taken for a save that died."""
 
 _TEMPORARY = re.compile(r"\.(ucp\.json|\.metadata)\.[0-9a-f]{16}\.tmp")
+_MOST_KEPT = 64  # replaced generations that a manifest names
 _OPEN_ATTEMPTS = 5
 
 _log = logging.getLogger(__name__)
@@ -112,11 +113,14 @@ def commit(
     overwrite: bool,
     begun: Begun | None = None,
     orphan_age: float | None = ORPHAN_AGE,
+    grace: float = 0.0,
+    now: float | None = None,
 ) -> Manifest:
     """Make a complete generation the checkpoint, in the order of ``docs/format.md``; returns the manifest as committed.
 
     Data files and index must be durable already. ``metadata`` is the stock ``.metadata`` to publish, None for
-    ``stock_metadata=False``. ``orphan_age`` in seconds: see :func:`collect`; None collects nothing but the replaced generation.
+    ``stock_metadata=False``. ``orphan_age`` in seconds: see :func:`collect`; None collects nothing but replaced generations. ``grace``:
+    seconds that a replaced generation stays readable for those who opened it before; a later commit deletes it. 0 deletes it now.
 
     Raises CheckpointExistsError when ``overwrite`` is False and somebody else was faster, StoreError otherwise. An error in deleting
     what is no longer needed is logged, since the save is committed then.
@@ -135,7 +139,8 @@ def commit(
     expected = begun.previous.generation if begun is not None and begun.previous is not None else None
     if begun is not None and previous is not None and previous.generation != expected:
         _log.warning("%s: generation %s was committed while this save was under way; it is replaced", store.url, previous.generation)
-    manifest = manifest.with_metadata(None if metadata is None else FileDigest.of(metadata), _root_digest(store, previous))
+    stays, goes = _replaced(previous, generation, grace, time.time() if now is None else now)
+    manifest = manifest.replacing(None if metadata is None else FileDigest.of(metadata), _root_digest(store, previous), stays)
     _publish(store, manifest, overwrite=overwrite)  # step 3: the commit
 
     try:
@@ -147,8 +152,8 @@ def commit(
             f"the next save repairs it: {error}"
         ) from error
     try:  # step 5
-        if previous is not None and previous.generation != generation:
-            _delete_generation(store, previous.generation)
+        for old in goes:
+            _delete_generation(store, old)
         if orphan_age is not None:
             collect(store, orphan_age=orphan_age)
     except (StoreError, FormatError) as error:
@@ -237,9 +242,10 @@ def collect(store: Store, *, orphan_age: float = ORPHAN_AGE, now: float | None =
             newest[generation] = max(newest.get(generation, entry.mtime), entry.mtime)
     stale = sorted(generation for generation, changed in newest.items() if changed < before)
     leftovers = [e.path for e in store.list(".") if _TEMPORARY.fullmatch(e.path) and e.mtime < before]
-    # Whatever was committed since the first look stays.
+    # Whatever was committed since the first look stays, and what that still keeps for its readers.
     current = read_manifest(store)
-    stale = [g for g in stale if current is None or g != current.generation]
+    named = {current.generation, *(name for name, _ in current.superseded)} if current is not None else set()
+    stale = [g for g in stale if g not in named]
     for generation in stale:
         _log.info("%s: collecting %s, an unfinished save", store.url, generation)
         _delete_generation(store, generation)
@@ -338,6 +344,18 @@ def _publish_metadata(store: Store, metadata: bytes | None) -> None:
         store.delete(METADATA)
     else:
         store.put(METADATA, metadata)
+
+
+def _replaced(previous: Manifest | None, generation: str, grace: float, now: float) -> tuple[list[tuple[str, str]], list[str]]:
+    """Replaced generations that stay for their readers, with the time they were replaced, and those that go."""
+    if previous is None:
+        return [], []
+    known = [pair for pair in previous.superseded if pair[0] != generation]
+    if previous.generation != generation:
+        known.append((previous.generation, utc_text(now)))
+    stays = [(name, when) for name, when in known if grace > 0 and now - seconds_of(when) < grace][-_MOST_KEPT:]
+    kept = {name for name, _ in stays}
+    return stays, [name for name, _ in known if name not in kept]
 
 
 def _yield_to_later(store: Store, generation: str) -> None:

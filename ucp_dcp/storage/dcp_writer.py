@@ -38,6 +38,8 @@ from .store import Store, Writer, open_store
 
 __all__ = ["UCPStorageWriter"]
 
+GRACE = 300.0
+"""Seconds that a replaced checkpoint stays for its readers, unless a writer says otherwise."""
 _STOCK_VERSION = "1.0.0"  # what DCP's own FileSystemWriter puts into Metadata.version
 _SLAB = 64 << 20  # bytes copied at once from tensors whose memory is not the box's bytes (strided, on a device)
 
@@ -75,6 +77,8 @@ class UCPStorageWriter(StorageWriter):
             the new one is committed in any case.
         stock_metadata: also write what stock DCP needs (``.metadata`` and a torch.save frame around every item).
         provenance: free JSON-like fields kept in the manifest.
+        grace: seconds that a replaced checkpoint stays readable for those who opened it before; the next save after that deletes it. 0
+            deletes it at once: one copy on the disk instead of two, and readers that are inside fail.
         storage_options: for the fsspec filesystem (``sync=False`` for local paths skips fsync).
     """
 
@@ -85,6 +89,7 @@ class UCPStorageWriter(StorageWriter):
         overwrite: bool = True,
         stock_metadata: bool = True,
         provenance: Mapping[str, Any] | None = None,
+        grace: float = GRACE,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -92,6 +97,7 @@ class UCPStorageWriter(StorageWriter):
         self._options = dict(storage_options or {})
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
+        self.grace = grace
         self.provenance = dict(provenance or {})
         _check_provenance(self.provenance)
         self._store: Store = open_store(url, **self._options)
@@ -101,7 +107,7 @@ class UCPStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # D18: process-based async save pickles the writer
-        keep = ("_url", "overwrite", "stock_metadata", "provenance")
+        keep = ("_url", "overwrite", "stock_metadata", "grace", "provenance")
         return {**{k: self.__dict__[k] for k in keep}, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,6 +116,7 @@ class UCPStorageWriter(StorageWriter):
             overwrite=state["overwrite"],
             stock_metadata=state["stock_metadata"],
             provenance=state["provenance"],
+            grace=state["grace"],
             storage_options=state["_options"],
         )
 
@@ -211,7 +218,7 @@ class UCPStorageWriter(StorageWriter):
         manifest = Manifest.new(
             generation=self._generation, index_path=index_path, index_size=size, sections=sections, provenance=provenance
         )
-        commit(self._store, manifest, stock, begun=self._begun, overwrite=self.overwrite)
+        commit(self._store, manifest, stock, begun=self._begun, overwrite=self.overwrite, grace=self.grace)
         self._generation = ""
         metadata.version = _STOCK_VERSION
 

@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from .framing import ALIGNMENT
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MANIFEST", "MAX_BYTES", "VERSION", "FileDigest", "Manifest", "Section", "check_generation", "digest"]
+__all__ = ["MANIFEST", "MAX_BYTES", "VERSION", "FileDigest", "Manifest", "Section", "check_generation", "digest", "seconds_of", "utc_text"]
 
 MANIFEST = "ucp.json"
 VERSION = 1
@@ -40,6 +40,16 @@ _SIZE_LIMIT = 1 << 62
 def digest(data: Buffer) -> str:
     """XXH3-128 of some bytes, 32 lower-case hex digits. It finds damage; it does not stop somebody who means harm."""
     return xxhash.xxh3_128_hexdigest(memoryview(data))
+
+
+def utc_text(seconds: float) -> str:
+    """A time since 1970 as RFC 3339 writes it, to the microsecond: two commits of one second have an order."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def seconds_of(text: str) -> float:
+    """The inverse of :func:`utc_text`."""
+    return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def check_generation(name: object) -> str:
@@ -93,6 +103,8 @@ class Manifest:
     metadata: FileDigest | None = None
     previous_metadata: FileDigest | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    superseded: tuple[tuple[str, str], ...] = ()
+    """(generation, UTC time of the commit that replaced it): its files are still there, for readers that opened it before."""
     version: int = VERSION
     min_reader: int = 1
 
@@ -107,16 +119,18 @@ class Manifest:
         provenance: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """A manifest for a new generation; the commit fills in what it publishes as ``.metadata``. Raises FormatError as reading does."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        now = utc_text(datetime.datetime.now(datetime.UTC).timestamp())
         manifest = cls(generation, now, index_path, index_size, MappingProxyType(dict(sections)), provenance=dict(provenance or {}))
         return cls.from_bytes(manifest.to_bytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Manifest.from_bytes, (self.to_bytes(),)
 
-    def with_metadata(self, metadata: FileDigest | None, previous: FileDigest | None) -> Manifest:
-        """This manifest with the root ``.metadata`` that it publishes and the one that it replaces."""
-        return dataclasses.replace(self, metadata=metadata, previous_metadata=previous)
+    def replacing(
+        self, metadata: FileDigest | None, previous: FileDigest | None, superseded: Sequence[tuple[str, str]] = ()
+    ) -> Manifest:
+        """This manifest with the root ``.metadata`` that it publishes and the one that it replaces, and the generations that stay."""
+        return dataclasses.replace(self, metadata=metadata, previous_metadata=previous, superseded=tuple(superseded))
 
     def to_bytes(self) -> bytes:
         """The JSON text, one line per field. Raises FormatError when it would be larger than 64 KiB or is not JSON."""
@@ -134,6 +148,7 @@ class Manifest:
             "metadata": None if self.metadata is None else dataclasses.asdict(self.metadata),
             "previous_metadata": None if self.previous_metadata is None else dataclasses.asdict(self.previous_metadata),
             "provenance": dict(self.provenance),
+            "superseded": [list(pair) for pair in self.superseded],
         }
         try:
             lines = [f"{_canonical(name)}: {_canonical(value)}" for name, value in fields.items()]
@@ -190,6 +205,7 @@ class Manifest:
             metadata=check.file(fields, "metadata"),
             previous_metadata=check.file(fields, "previous_metadata"),
             provenance=check.map(fields, "provenance"),
+            superseded=check.superseded(fields, generation),
             version=version,
             min_reader=min_reader,
         )
@@ -277,6 +293,21 @@ class _Checker:
         value = self.map(fields, key)
         ends = self.hex(value.get("ends"), f"{key}.ends")
         return FileDigest(self.integer(value, "size", key), self.hex(value.get("xxh3"), f"{key}.xxh3"), ends)
+
+    def superseded(self, fields: dict[str, Any], generation: str) -> tuple[tuple[str, str], ...]:
+        value = fields.get("superseded", [])
+        if not isinstance(value, list):
+            raise self.wrong("superseded", value, "a list")
+        out = []
+        for pair in value:
+            if not isinstance(pair, list) or len(pair) != 2 or pair[0] == generation:
+                raise self.wrong("superseded", pair, "[another generation, time]")
+            try:
+                name = check_generation(pair[0])
+            except FormatError as error:
+                raise CorruptCheckpointError(f"{self.name}: superseded: {error}") from error
+            out.append((name, self.time({"superseded": pair[1]}, "superseded")))
+        return tuple(out)
 
     def sections(self, index: dict[str, Any], size: int) -> Mapping[str, Section]:
         sections: dict[str, Section] = {}
