@@ -42,7 +42,7 @@ def test_round_trip():
     assert again == manifest == pickle.loads(pickle.dumps(manifest))
     assert again.metadata == one and again.previous_metadata == two and again.provenance["ü"] == [1, 2.5, None]
     assert dict(again.sections) == dict(make().sections) and again.sections["tensor.key"] == Section(0, 100, HEX)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", again.created)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", again.created)
     assert manifest.to_bytes() == again.to_bytes()
 
 
