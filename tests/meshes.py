@@ -9,26 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import forget_meshes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-
-def _forget() -> None:
-    # DTensor caches how operators shard, with the mesh it saw first. A mesh of a later process group is equal to that one, and then its
-    # operators look for groups that are gone ("Could not resolve the process group").
-    _clear_sharding_prop_cache()
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 @contextlib.contextmanager
 def fresh_meshes() -> Iterator[None]:
     """Around what a rank does with DTensor operators: no mesh of another process group is remembered before or after."""
-    _forget()
+    forget_meshes()
     try:
         yield
     finally:
-        _forget()
+        forget_meshes()
 
 
 class Groups:

@@ -285,15 +285,18 @@ def _process_group(job: _Job) -> Any:
         if dist.is_initialized():  # the function may have destroyed it itself
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            _forget_meshes()
+            forget_meshes()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """DTensor caches how operators shard, with the mesh it saw first; a mesh of a later group is equal to it, but its groups are gone."""
     import torch
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import DTensor, debug
 
-    _clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.9
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
