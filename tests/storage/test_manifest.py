@@ -49,7 +49,7 @@ def test_round_trip():
 def test_the_text_is_json_as_the_page_says():
     data = make().to_bytes()
     fields = json.loads(data)
-    names = "format version min_reader generation created index metadata previous_metadata provenance xxh3"
+    names = "format version min_reader generation created index metadata previous_metadata provenance superseded xxh3"
     assert set(fields) == set(names.split())
     assert fields["format"] == "ucp_dcp" and fields["version"] == 1 and fields["metadata"] is None
     stated = fields.pop("xxh3")
