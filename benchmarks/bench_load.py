@@ -98,7 +98,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def raw(files: list[Path], into: memoryview, threads: int, *, read: bool = True, digest: bool = False) -> None:
-    """preadv of every byte in calls of 1 MiB, and the digest of each block."""
+    """Every byte with preadv in calls of 1 MiB, and the digest of each block."""
     jobs, at = [], 0
     for file in files:
         size = file.stat().st_size
@@ -202,7 +202,8 @@ def reshard(bench: Bench, root: Path, rows: int, run: int, notes: list[str]) -> 
     )
     ours, stock = results["ours"], results["stock"]
     notes.append(
-        f"Shard(0) -> Shard(1), runs of {human_bytes(run)}: stock / ours = {stock.wall / ours.wall:.1f} wall, {stock.cpu / ours.cpu:.1f} CPU; "
+        f"Shard(0) -> Shard(1), runs of {human_bytes(run)}: stock / ours = {stock.wall / ours.wall:.1f} wall, "
+        f"{stock.cpu / ours.cpu:.1f} CPU; "
         f"out of stock's own files {stock.wall / foreign.wall:.1f} wall"
     )
     shutil.rmtree(folder)
@@ -224,8 +225,8 @@ def small_chunks(bench: Bench, root: Path, chunks: int, notes: list[str]) -> Non
     checkpoint = ucp_dcp.open_checkpoint(folder / "ours")
     read = bench.measure(what + "ours, open_checkpoint()[...] of an open checkpoint", lambda: checkpoint["w"].read(), repeat=5)
     notes.append(
-        f"{chunks:,} chunks: stock / ours = {stock.wall / ours.wall:.1f} wall, {stock.cpu / ours.cpu:.1f} CPU (aim 20); slice of an open checkpoint "
-        f"{stock.wall / read.wall:.1f}; out of stock's files {stock.wall / foreign.wall:.1f}"
+        f"{chunks:,} chunks: stock / ours = {stock.wall / ours.wall:.1f} wall, {stock.cpu / ours.cpu:.1f} CPU (aim 20); "
+        f"slice of an open checkpoint {stock.wall / read.wall:.1f}; out of stock's files {stock.wall / foreign.wall:.1f}"
     )
     shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""Gives a checkpoint of ours digests of another block size, or digests at all: the same data files, other sidecars, a new index and manifest."""
+"""Gives a checkpoint of ours digests with another block size: the same data files, other sidecars, a new index and manifest."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .spec import LayoutSpec
     from .storage.dcp_reader import UCPStorageReader
     from .storage.dcp_writer import UCPStorageWriter
+    from .verification import VerifyReport, verify
 
 __all__ = [
     "Checkpoint",
@@ -39,11 +40,13 @@ __all__ = [
     "UCPSavePlanner",
     "UCPStorageReader",
     "UCPStorageWriter",
+    "VerifyReport",
     "__version__",
     "latest",
     "load",
     "open_checkpoint",
     "save",
+    "verify",
 ]
 
 _HOME = {
@@ -60,10 +63,12 @@ _HOME = {
     "UCPSavePlanner": "planners.save_planner",
     "UCPStorageReader": "storage.dcp_reader",
     "UCPStorageWriter": "storage.dcp_writer",
+    "VerifyReport": "verification",
     "latest": "series",
     "load": "api",
     "open_checkpoint": "checkpoint",
     "save": "api",
+    "verify": "verification",
 }
 
 

@@ -12,6 +12,7 @@ from .._version import __version__
 from ..errors import UCPError
 from .show import show
 from .text import one_line
+from .verify import verify
 
 __all__ = ["app", "reported"]
 
@@ -56,3 +57,4 @@ def _options(
 
 
 app.command()(reported(show))
+app.command()(verify)

@@ -39,6 +39,11 @@ class DcpSource(Source):
         super().__init__(catalog, store, "dcp", provenance)
         self._items = ItemCache(lengths)
 
+    @property
+    def item_lengths(self) -> NDArray[np.int64]:
+        """Bytes of each chunk's item, framing included; an item starts at ``catalog.chunk_offset``."""
+        return self._items.lengths
+
     def locate(self, chunks: NDArray[np.int64]) -> Located:
         """Where these chunks lie: reads about 1 KiB of each item that was not asked for before."""
         return self._items.locate(self.catalog, self.store, np.asarray(chunks, dtype=np.int64))

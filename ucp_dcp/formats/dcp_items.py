@@ -34,7 +34,7 @@ class ItemCache:
     """What is known of the items of one checkpoint; ``lengths`` are the items' lengths in bytes, by chunk."""
 
     def __init__(self, lengths: NDArray[np.int64]) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self._payload = np.full(len(lengths), -1, dtype=np.int64)
         self._dtype = np.zeros(len(lengths), dtype=np.uint8)
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -54,7 +54,7 @@ class ItemCache:
     def _resolve(self, catalog: Catalog, store: Store, chunks: NDArray[np.int64]) -> None:
         paths = [catalog.files[f].path for f in catalog.chunk_file[chunks].tolist()]
         starts = catalog.chunk_offset[chunks].tolist()
-        lengths = self._lengths[chunks].tolist()
+        lengths = self.lengths[chunks].tolist()
         owners = catalog.tensor_of(chunks).tolist()
         ids = chunks.tolist()
         sizes = [_size(catalog, t, c) for t, c in zip(owners, ids, strict=True)]

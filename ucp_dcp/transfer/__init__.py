@@ -1,7 +1,7 @@
 """Moving stored chunks into memory, verified: byte ranges planned per file, read straight into the destination where that is possible.
 
 A :class:`Copy` is one rectangular piece of one chunk and the torch view that receives it. ``copies`` turns copies into columns of pieces,
-``pieces`` plans each file (pure), ``run`` reads with several threads, ``stage`` owns the scratch memory. A chunk is never read whole when
+``pieces`` plans each file (pure), ``run`` reads with several threads, ``stage`` owns the scratch memory, ``twins`` spares second reads. A chunk is never read whole when
 a part is wanted. Extra memory: at most two arenas of ``SCRATCH`` bytes, one buffer of 1 MiB per thread, and the columns of one wave
 (2^18 pieces, about 40 MiB), so below 256 MiB whatever is loaded; a store that is no local folder holds up to 32 MiB per thread besides.
 """
@@ -23,6 +23,7 @@ from .copies import Copy, Wave, flat_bytes, waves
 from .pieces import Verify, layers, plan_file
 from .run import BadBlockError, Job, Runner, by_file
 from .stage import Arenas, Taker, taker_for
+from .twins import fill_twins, split_twins
 
 if TYPE_CHECKING:
     from ..formats import Source
@@ -56,7 +57,10 @@ def default_threads() -> int:
 
 @dataclass(slots=True)
 class ReadStats:
-    """What a read did: bytes asked of the store, consecutive ranges, bytes that were wanted, and of those the bytes in checked blocks."""
+    """What a read did: bytes asked of the store, consecutive ranges, bytes that were wanted, and of those the bytes in checked blocks.
+
+    A box that several destinations want counts once where it is read once.
+    """
 
     bytes_read: int = 0
     ranges: int = 0
@@ -103,7 +107,8 @@ def read_copies(
         return stats
     located = source.locate(np.asarray([c.chunk for c in work], dtype=np.int64))
     files = source.catalog.files
-    order = np.lexsort((located.offset, located.file)).tolist()
+    rows, twins = split_twins(work, located.file, located.offset, located.strides, located.dtype)
+    order = [rows[i] for i in np.lexsort((located.offset[rows], located.file[rows])).tolist()]
     file, offset, codes = located.file.tolist(), located.offset.tolist(), located.dtype.tolist()
     taker = taker if taker is not None else taker_for(c.view for c in work)
     digests = digests if digests is not None else Digests(source)
@@ -138,6 +143,7 @@ def read_copies(
     finally:
         runner.close()
         arenas.wait()
+    fill_twins(twins)
     return stats
 
 

@@ -112,8 +112,9 @@ def plan_file(
         if verify == "strict":
             lo, hi = floor, ceiling
         else:
-            lo = np.where(start - floor <= gap, floor, start)
-            hi = np.where(ceiling - end <= gap, ceiling, end)
+            near = min(gap, block // 8)  # so that completing a block is little beside the block
+            lo = np.where(start - floor <= near, floor, start)
+            hi = np.where(ceiling - end <= near, ceiling, end)
             if widen[0]:
                 lo[0] = floor[0]
             if widen[1]:
@@ -126,6 +127,8 @@ def plan_file(
         whole_tail = (tail - 1) // block * block >= head
         head = np.where((head < start[first]) & ~whole_head, start[first], head)
         tail = np.where((tail > end[last]) & ~whole_tail, end[last], tail)
+        if not any(widen) and int((start[first] - head).sum() + (tail - end[last]).sum()) > int(length.sum()):
+            head, tail = start[first], end[last]
     return _cut(start, length, address, unit, first, last, head, tail, size=size, block=block if check else 0, task=task)
 
 
