@@ -1,9 +1,10 @@
 """Moving stored chunks into memory, verified: byte ranges planned per file, read straight into the destination where that is possible.
 
 A :class:`Copy` is one rectangular piece of one chunk and the torch view that receives it. ``copies`` turns copies into columns of pieces,
-``pieces`` plans each file (pure), ``run`` reads with several threads, ``stage`` owns the scratch memory, ``twins`` spares second reads. A chunk is never read whole when
-a part is wanted. Extra memory: at most two arenas of ``SCRATCH`` bytes, one buffer of 1 MiB per thread, and the columns of one wave
-(2^18 pieces, about 40 MiB), so below 256 MiB whatever is loaded; a store that is no local folder holds up to 32 MiB per thread besides.
+``pieces`` plans each file (pure), ``run`` reads with several threads, ``stage`` owns the scratch memory, ``twins`` spares second reads.
+A chunk is never read whole when a part is wanted. Extra memory: at most two arenas of ``SCRATCH`` bytes, one buffer of 1 MiB per thread,
+and the columns of one wave (2^18 pieces, about 40 MiB), so below 256 MiB whatever is loaded; a store that is no local folder holds up to
+32 MiB per thread besides.
 """
 
 from __future__ import annotations
