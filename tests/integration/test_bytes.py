@@ -120,3 +120,20 @@ def test_bad_slices_raise_index_error(tmp_path_factory: pytest.TempPathFactory, 
         write_ours(folder)
     with pytest.raises(IndexError, match="w"):
         ucp_dcp.open_checkpoint(folder)["w"][index]
+
+
+@pytest.mark.parametrize("name", ["z3_bf16_w2", "z3_fp32_subgroups_w3"])
+def test_masters_that_answer_for_weights_too_are_read_once(name: str) -> None:
+    """Stage 3 stores no weights: bf16 weights and fp32 masters come from the same bytes."""
+    folder = next(p for p in zero.checkpoints() if p.name == name)
+    truth = zero.truth(folder)
+    state = {
+        "model": {fqn: torch.full(values["master"].shape, 7.0, dtype=torch.bfloat16) for fqn, values in truth.items()},
+        "optim": {"state": {fqn: {"master": torch.full(values["master"].shape, 7.0)} for fqn, values in truth.items()}},
+    }
+    report = ucp_dcp.load(state, folder, no_dist=True)
+    for fqn, values in truth.items():
+        assert torch.equal(state["optim"]["state"][fqn]["master"], values["master"]), fqn
+        assert torch.equal(state["model"][fqn], values["master"].bfloat16()), fqn
+    nbytes = sum(4 * values["master"].numel() for values in truth.values())
+    assert report.bytes_wanted == nbytes <= report.bytes_read < 1.25 * nbytes  # small holes are read over
