@@ -100,7 +100,7 @@ def destination(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.
     st.booleans(),
     st.booleans(),
 )
-def test_any_box_into_any_destination(made, wanted, gap, verify, scratch, threads, local, small) -> None:  # noqa: ANN001
+def test_any_box_into_any_destination(made, wanted, gap, verify, scratch, threads, local, small) -> None:
     source, truth = made
     if not local:
         source = Source(source.catalog, CountingStore(source.store), "test")

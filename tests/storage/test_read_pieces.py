@@ -40,7 +40,7 @@ def wanted(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     st.booleans(),
     st.booleans(),
 )
-def test_every_byte_once_and_blocks_whole(data, block, verify, gap, head, tail) -> None:  # noqa: ANN001
+def test_every_byte_once_and_blocks_whole(data, block, verify, gap, head, tail) -> None:
     start, length, size = data
     n = len(start)
     address = 1000 + 10 * start

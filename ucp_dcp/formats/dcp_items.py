@@ -46,18 +46,24 @@ class ItemCache:
         for at in range(0, len(missing), _BATCH):
             self._resolve(catalog, store, missing[at : at + _BATCH])
         strides: list[tuple[int, ...]] = []
-        for chunk, t in zip(chunks.tolist(), catalog.tensor_of(chunks).tolist(), strict=True):
+        plain: dict[tuple[int, ...], tuple[int, ...]] = {}  # most chunks of a checkpoint have one of few sizes
+        for chunk, size in zip(chunks.tolist(), _sizes(catalog, chunks, catalog.tensor_of(chunks)), strict=True):
             known = self._strides.get(chunk)
-            strides.append(known if known is not None else c_strides(_size(catalog, t, chunk)))
+            if known is None:
+                known = plain.get(size)
+                if known is None:
+                    known = plain[size] = c_strides(size)
+            strides.append(known)
         return Located(catalog.chunk_file[chunks], self._payload[chunks], strides, self._dtype[chunks])
 
     def _resolve(self, catalog: Catalog, store: Store, chunks: NDArray[np.int64]) -> None:
         paths = [catalog.files[f].path for f in catalog.chunk_file[chunks].tolist()]
         starts = catalog.chunk_offset[chunks].tolist()
         lengths = self.lengths[chunks].tolist()
-        owners = catalog.tensor_of(chunks).tolist()
+        owning = catalog.tensor_of(chunks)
+        owners = owning.tolist()
         ids = chunks.tolist()
-        sizes = [_size(catalog, t, c) for t, c in zip(owners, ids, strict=True)]
+        sizes = _sizes(catalog, chunks, owning)
         heads = _read(store, [Range(p, s, min(n, _HEAD)) for p, s, n in zip(paths, starts, lengths, strict=True)])
 
         def known(i: int) -> bool:
@@ -132,8 +138,15 @@ class ItemCache:
             self._strides[chunk] = strides
 
 
-def _size(catalog: Catalog, t: int, chunk: int) -> tuple[int, ...]:
-    return tuple(catalog.boxes(t)[chunk - int(catalog.chunk_start[t]), 1].tolist())
+def _sizes(catalog: Catalog, chunks: NDArray[np.int64], owners: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """The size of each chunk; the boxes of a tensor are looked up once."""
+    sizes: list[tuple[int, ...]] = [()] * len(chunks)
+    order = np.argsort(owners, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1) if len(order) else []:
+        t = int(owners[rows[0]])
+        for row, size in zip(rows.tolist(), catalog.boxes(t)[chunks[rows] - catalog.chunk_start[t], 1].tolist(), strict=True):
+            sizes[row] = tuple(size)
+    return sizes
 
 
 def _read(store: Store, ranges: list[Range]) -> list[bytes]:

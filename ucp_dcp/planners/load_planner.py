@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from typing import Any, Literal
 
 import numpy as np
@@ -400,14 +401,15 @@ class UCPLoadPlanner(LoadPlanner):
         ndim = len(row.shape)
         iw, ih, parts = intersect_pairs(boxes_to_array([box for box, _ in wanted], ndim), boxes)
         check_covered(key, row.key, [box for box, _ in wanted], iw, ih, parts)
-        for w, h, (offset, size) in zip(iw.tolist(), ih.tolist(), parts.tolist(), strict=True):
+        begins = boxes[ih, 0].tolist()
+        for w, h, begin, (offset, size) in zip(iw.tolist(), ih.tolist(), begins, parts.tolist(), strict=True):
             box, view = wanted[w]
             for dim in range(ndim):
                 if size[dim] != view.shape[dim]:
                     view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
-            stored = tuple(boxes[h, 0].tolist())
-            self._wanted.copies.append(Copy(base + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
-            self._wanted.boxes.append((row.key, stored))
+            inside = (0,) * ndim if offset == begin else tuple(map(sub, offset, begin))
+            self._wanted.copies.append(Copy(base + h, inside, view))
+            self._wanted.boxes.append((row.key, tuple(begin)))
 
     def _want_object(self, leaf: ObjectLeaf, catalog: Catalog, used: npt.NDArray[np.bool_], object_index: Mapping[int, int]) -> None:
         key = self._source_key(leaf.key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -242,15 +243,14 @@ def waves(
     stack: list[tuple[torch.Tensor, tuple[int, ...], int]] = []
     for copy, number, begin, step, code in zip(copies, file, offset, strides, dtype, strict=True):
         width = ITEMSIZE[code]
-        start = begin + width * sum(o * s for o, s in zip(copy.offset, step, strict=True))
+        start = begin + width * sum(map(mul, copy.offset, step)) if any(copy.offset) else begin
         stack.append((copy.view, step, start))
         while stack:
             view, step, start = stack.pop()
             if start < 0:
                 raise CorruptCheckpointError(f"file {paths[number]!r}: a chunk lies at byte {start}")
             size = tuple(view.shape)
-            cpu = view.device.type == "cpu"
-            target = view.stride() if cpu else None
+            target = view.stride() if view.is_cpu else None
             key = (size, step, code, target, view.dtype, view.is_conj() or view.is_neg())
             shape = known.get(key)
             if shape is None:

@@ -98,7 +98,7 @@ def _nothing() -> None:
 
 def taker_for(views: Iterable[torch.Tensor]) -> Taker:
     """Pinned and asynchronous where a destination is on a CUDA device."""
-    devices = {view.device for view in views if view.device.type == "cuda"}
+    devices = {view.device for view in views if view.is_cuda}
     return CudaTaker(devices) if devices else HostTaker()
 
 
