@@ -295,7 +295,7 @@ def forget_meshes() -> None:
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
-    else:  # torch 2.9
+    else:  # torch 2.10
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
