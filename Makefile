@@ -10,11 +10,12 @@ ARGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-deepspeed clean
+.PHONY: help demo test test-thorough lint bench bench-deepspeed clean
 
 help:
 	@echo "make demo   a checkpoint moves between layouts, on your screen"
 	@echo "make test   all tests"
+	@echo "make test-thorough  every combination of layouts, longer fuzzing"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  all benchmarks; results in benchmarks/results/"
 	@echo "make bench-deepspeed  beside DeepSpeed's converter; installs DeepSpeed in benchmarks/.venv-deepspeed"
@@ -39,6 +40,9 @@ demo: $(VENV)/.stamp-test
 
 test: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(ARGS)
+
+test-thorough: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest --thorough --timeout 1200 $(ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

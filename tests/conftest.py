@@ -11,6 +11,17 @@ from isolated import run_isolated
 from ranks import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "every combination, also where a covering part is tested otherwise (make test-thorough)"
+    parser.addoption("--thorough", action="store_true", help=text)
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether every combination was asked for."""
+    return bool(pytestconfig.getoption("--thorough"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Gloo ranks that live as long as the session: ``ranks.run(4, fn, *args)``; see ``tests/ranks.py``."""
