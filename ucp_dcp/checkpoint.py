@@ -234,11 +234,11 @@ class Checkpoint(Mapping[str, StoredTensor]):
         check_covered(row.key, row.key, [box], want, chunk, parts)
         first = catalog.chunk_range(row.index)[0]
         copies = []
-        for h, (offset, size) in zip(chunk.tolist(), parts.tolist(), strict=True):
+        for h, stored, (offset, size) in zip(chunk.tolist(), boxes[chunk, 0].tolist(), parts.tolist(), strict=True):
             view = out
             for dim in range(ndim):
-                view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
-            stored = boxes[h, 0].tolist()
+                if size[dim] != view.shape[dim]:
+                    view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
             copies.append(Copy(first + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
         read_copies(self._source, copies, gap=_GAP, verify=self._verify, digests=self._digests, stats=self.stats)
 
