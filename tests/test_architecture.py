@@ -18,7 +18,7 @@ WITHOUT_TORCH = ("errors", "names", "paths", "geometry", "patterns", "spec", "ca
 # ... lazily: inside functions only
 LAZY_TORCH = ("dtypes", "safe_pickle", "storage.framing")
 # ... yes, though their package says no
-WITH_TORCH = ("storage.dcp_writer", "storage.dcp_reader", "storage.shared_open", "storage.stock_metadata")
+WITH_TORCH = ("storage.dcp_writer", "storage.dcp_reader", "storage.staging", "storage.shared_open", "storage.stock_metadata")
 
 
 def modules() -> dict[str, Path]:

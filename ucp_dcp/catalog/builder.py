@@ -15,7 +15,7 @@ from ..names import Role
 from .catalog import Catalog
 from .codec import check_groups
 from .columns import Int64Array
-from .rows import FileRow, ObjectRow, PathTuple
+from .rows import FileBlocks, FileRow, ObjectRow, PathTuple
 
 __all__ = ["CatalogBuilder"]
 
@@ -65,15 +65,15 @@ class CatalogBuilder:
         self._pattern: list[int] = []
         self._chunks: list[list[_Chunks]] = []
 
-    def add_file(self, path: str, size: int) -> int:
-        """Index of a file (path relative to the root, size in bytes); the same path gives the same index."""
+    def add_file(self, path: str, size: int, blocks: FileBlocks | None = None) -> int:
+        """Index of a file (path relative to the root, size in bytes, where its digests are); the same path gives the same index."""
         found = self._file_index.get(path)
         if found is not None:
             if self._files[found].size != size:
                 raise FormatError(f"file {path!r} has {self._files[found].size} bytes and also {size} bytes")
             return found
         self._file_index[path] = len(self._files)
-        self._files.append(FileRow(path, int(size)))
+        self._files.append(FileRow(path, int(size), blocks))
         return len(self._files) - 1
 
     def add_pattern(self, pattern: dict[str, Any]) -> int:

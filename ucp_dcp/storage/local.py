@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpointError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
 from ..paths import checked_path
+from .sized_file import SizedFile, reserve
 from .store import Entry, Range, byte_view, target_views
 
 if TYPE_CHECKING:
@@ -40,12 +41,11 @@ class LocalStore:
     the machine. A symbolic link below the root whose target lies outside it is refused, so that a checkpoint from elsewhere
     cannot make us read or write other files; ``links_outside=True`` allows *reading* through such links (caches that link each file to
     a shared pool). Links are resolved before a file is opened: this protects against hostile content, not against somebody
-    who changes the folder at the same time. ``threads``: how many a load reads with (default: the cores of this process, at most 4).
+    who changes the folder at the same time. ``threads``: how many a
+    load reads and a save writes with (default: the cores of this process, at most 4).
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, sync: bool = True, links_outside: bool = False, threads: int | None = None
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, sync: bool = True, links_outside: bool = False, threads: int | None = None) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self.sync = sync
         self.links_outside = links_outside
@@ -195,6 +195,32 @@ class LocalStore:
                 os.unlink(full)
             with contextlib.suppress(OSError):
                 stream.close()
+            raise
+
+    @contextlib.contextmanager
+    def create_sized(self, path: str, size: int) -> Iterator[SizedFile]:
+        """See :meth:`SizedStore.create_sized`. The place is reserved first, so that a full disk says so before a byte is written."""
+        fd, full = self._create_new(path)
+        try:
+            reserve(fd, size, path)
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            file = SizedFile(fd, path, size, concurrent=self.threads or min(4, cores))
+            yield file
+            file.check_complete()
+            try:
+                if self.sync:
+                    os.fsync(fd)
+                closing, fd = fd, -1
+                os.close(closing)  # network file systems tell here that a write did not succeed
+            except OSError as error:
+                raise StoreError(f"{path}: making {size} bytes durable failed: {error.strerror or error}") from error
+            self._sync_folder(os.path.dirname(full), path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(full)
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
             raise
 
     def _create_new(self, path: str) -> tuple[int, str]:

@@ -9,18 +9,32 @@ calls, so they pickle (D18), and they may be used by several threads at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ..errors import StoreError
 from ..paths import checked_path
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Entry", "Range", "Store", "Writer", "byte_view", "checked_path", "open_store", "target_views"]
+__all__ = [
+    "Entry",
+    "PositionalWriter",
+    "Range",
+    "SizedStore",
+    "Store",
+    "Writer",
+    "byte_view",
+    "checked_path",
+    "create_sized",
+    "open_store",
+    "target_views",
+]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,6 +67,35 @@ class Writer(Protocol):
 
     def tell(self) -> int:
         """Bytes written so far."""
+        ...
+
+
+class PositionalWriter(Protocol):
+    """A file of known size that is being written at any place.
+
+    Attributes:
+        concurrent: calls of :meth:`write_at` that may run at the same time, in any order of offsets. 1: the calls come from one thread,
+            each where the one before ended.
+        part_size: 0, or the bytes of every call but the last (a multiple of 1 MiB), each at a multiple of it: parts of an upload.
+    """
+
+    concurrent: int
+    part_size: int
+
+    def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Write all bytes of C-contiguous buffers, one behind the other, from byte ``offset`` on. Raises StoreError."""
+        ...
+
+
+@runtime_checkable
+class SizedStore(Protocol):
+    """A store that can write a file in any order; :func:`create_sized` does without."""
+
+    def create_sized(self, path: str, size: int) -> AbstractContextManager[PositionalWriter]:
+        """Like :meth:`Store.create`, for a file of exactly ``size`` bytes.
+
+        Raises StoreError at once where it is known that there is no room, and at the end when a byte was not written.
+        """
         ...
 
 
@@ -129,6 +172,37 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     if "::" in text or (separator and protocol not in ("file", "local")):
         return FsspecStore.from_url(text, **options)
     return LocalStore(rest if separator else text, **options)
+
+
+@contextlib.contextmanager
+def create_sized(store: Store, path: str, size: int) -> Iterator[PositionalWriter]:
+    """:meth:`SizedStore.create_sized` of any store: those that can only stream get the bytes in order."""
+    if isinstance(store, SizedStore):
+        with store.create_sized(path, size) as file:
+            yield file
+        return
+    with store.create(path) as stream:
+        writer = _InOrder(stream, path)
+        yield writer
+        if stream.tell() != size:
+            raise StoreError(f"{path}: {stream.tell()} of {size} bytes were written")
+
+
+class _InOrder:
+    """Writes at positions, over a stream."""
+
+    concurrent = 1
+    part_size = 0
+
+    def __init__(self, stream: Writer, path: str) -> None:
+        self._stream = stream
+        self._path = path
+
+    def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        if offset != self._stream.tell():
+            raise StoreError(f"{self._path}: a write at byte {offset}, but this store only appends and is at byte {self._stream.tell()}")
+        for buffer in buffers:
+            self._stream.write(buffer)
 
 
 def byte_view(data: Buffer) -> memoryview:
