@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import itemsize
+from ..dtypes import itemsize, name_of
 from .framing import ALIGNMENT, Frame, tensor_frame
 
 if TYPE_CHECKING:
@@ -25,12 +25,8 @@ __all__ = ["FileLayout", "Part", "plan_file"]
 _Int64 = npt.NDArray[np.int64]
 
 
-class Part(NamedTuple):
-    """Bytes [start, stop) of the payload of one item."""
-
-    item: int
-    start: int
-    stop: int
+Part: TypeAlias = tuple[int, int, int]
+"""(item, start, stop): bytes [start, stop) of the payload of one item. A plain tuple, since there are as many as small tensors."""
 
 
 class FileLayout:
@@ -64,13 +60,15 @@ class FileLayout:
 
     def parts(self, start: int, stop: int) -> list[Part]:
         """The parts of payloads in bytes [start, stop) of the file, in file order; empty ones are left out."""
-        out = []
+        out: list[Part] = []
+        if start >= stop:
+            return out
         for item in range(bisect_right(self._stop, start), len(self._frame)):
             first, last = self._start[item], self._stop[item]
             if first >= stop:
                 break
             if first < last:
-                out.append(Part(item, max(start - first, 0), min(stop, last) - first))
+                out.append((item, max(start - first, 0), min(stop, last) - first))
         return out
 
     def places(self, parts: Sequence[Part]) -> list[int]:
@@ -133,7 +131,7 @@ def plan_file(tensors: Sequence[tuple[str, tuple[int, ...]]], objects: Sequence[
         number = known.get(tensor)
         if number is None:
             number = known[tensor] = len(frames)
-            frames.append(tensor_frame(*tensor) if framed else _bare(math.prod(tensor[1]) * itemsize(tensor[0])))
+            frames.append(tensor_frame(*tensor) if framed else _bare(math.prod(tensor[1]) * itemsize(name_of(tensor[0]))))
         frame.append(number)
     for size in objects:
         number = known.get(size)

@@ -191,8 +191,7 @@ class LocalStore:
                 raise StoreError(f"{path}: writing failed after {writer.tell()} bytes: {error.strerror or error}") from error
             self._sync_folder(os.path.dirname(full), path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(full)
+            self._undo(full, path)
             with contextlib.suppress(OSError):
                 stream.close()
             raise
@@ -216,12 +215,18 @@ class LocalStore:
                 raise StoreError(f"{path}: making {size} bytes durable failed: {error.strerror or error}") from error
             self._sync_folder(os.path.dirname(full), path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(full)
+            self._undo(full, path)
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             raise
+
+    def _undo(self, full: str, path: str) -> None:
+        """Remove a file that did not come to its end, and its folder when that holds nothing else: no delete() will look there."""
+        with contextlib.suppress(OSError):
+            os.unlink(full)
+        with contextlib.suppress(OSError):
+            self._drop_empty(os.path.dirname(full), path)
 
     def _create_new(self, path: str) -> tuple[int, str]:
         for attempt in range(_CREATE_ATTEMPTS):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ucp_dcp.errors import CorruptCheckpointError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
-from ucp_dcp.storage.store import Range, Store
+from ucp_dcp.storage.store import Range, Store, create_sized
 
 __all__ = ["BAD_PATHS", "StoreConformance"]
 
@@ -109,6 +109,78 @@ class StoreConformance:
         assert _names(store) == []
         with pytest.raises(StoreNotFoundError):
             store.read("dir/file")
+        _fill(store, "dir/file", b"again")
+        assert store.read("dir/file") == b"again"
+
+    def test_create_sized(self, store: Store) -> None:
+        """A file of known size, in as many concurrent calls as the store says, in any order if it allows that; empty buffers are fine."""
+        mib = 1 << 20
+        random = np.random.default_rng(3)
+        content = memoryview(random.bytes(9 * mib + 77))
+        with create_sized(store, "folder/sized", len(content)) as file:
+            unit = file.part_size or mib
+            assert unit % mib == 0
+            offsets = list(range(0, len(content), unit))
+            errors: list[BaseException] = []
+
+            def write(some: list[int]) -> None:
+                try:
+                    for at in some:
+                        piece = content[at : at + unit]
+                        file.write_at(at, [piece[:100], b"", piece[100:5000], np.frombuffer(piece[5000:], dtype=np.uint8).data])
+                except BaseException as error:
+                    errors.append(error)
+
+            if file.concurrent == 1:
+                write(offsets)
+            else:
+                offsets.reverse()
+                threads = [threading.Thread(target=write, args=(offsets[i :: file.concurrent],)) for i in range(file.concurrent)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            assert errors == []
+        assert store.size("folder/sized") == len(content)
+        assert store.read("folder/sized") == content
+        with create_sized(store, "folder/empty", 0):
+            pass
+        assert store.size("folder/empty") == 0
+
+    def test_create_sized_takes_many_buffers(self, store: Store) -> None:
+        """More buffers than one system call may have."""
+        pieces = [bytes([i % 251]) * (i % 7) for i in range(5000)]
+        whole = b"".join(pieces)
+        with create_sized(store, "pieces", len(whole)) as file:
+            file.write_at(0, pieces)
+        assert store.read("pieces") == whole
+
+    @pytest.mark.parametrize("written", [0, 5])
+    def test_create_sized_misses_bytes(self, store: Store, written: int) -> None:
+        """Bytes that nobody wrote are an error, not zeros; and nothing is left."""
+        with pytest.raises(StoreError, match="half"), create_sized(store, "dir/half", 10) as file:
+            file.write_at(0, [bytes(written)])
+        assert _names(store) == []
+
+    def test_create_sized_refuses_what_lies_outside(self, store: Store) -> None:
+        """A write behind the end is an error before or at the end of the context."""
+        with pytest.raises(StoreError, match="outside"), create_sized(store, "outside", 10) as file:
+            file.write_at(0, [bytes(11)])
+        assert _names(store) == []
+
+    def test_create_sized_refuses_an_existing_path(self, store: Store) -> None:
+        """The old content stays."""
+        _fill(store, "a/b", b"old")
+        with pytest.raises(StoreExistsError), create_sized(store, "a/b", 3) as file:
+            file.write_at(0, [b"new"])
+        assert store.read("a/b") == b"old"
+
+    def test_a_failed_create_sized_leaves_nothing(self, store: Store) -> None:
+        """Neither a partial nor a completed file; the error is the caller's own, and the path can be used again."""
+        with pytest.raises(_Stop), create_sized(store, "dir/file", 3 << 20) as file:
+            file.write_at(0, [bytes(3 << 20)])
+            raise _Stop
+        assert _names(store) == []
         _fill(store, "dir/file", b"again")
         assert store.read("dir/file") == b"again"
 
