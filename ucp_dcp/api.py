@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -45,6 +48,17 @@ def _raise_cause(error: CheckpointException) -> None:
     raise error
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DCP's warning that there is no process group. In the main thread only: filters are global."""
+    if _initialised() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+        yield
+
+
 def _group(process_group: dist.ProcessGroup | None, no_dist: bool) -> dist.ProcessGroup | None:
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return None
@@ -82,7 +96,8 @@ def save(
         storage_options=storage_options,
     )
     try:
-        dcp_save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+        with _quiet():
+            dcp_save(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:
         # every rank has reported by now, so nobody writes into the failed generation any more
         try:
@@ -146,7 +161,8 @@ def load_with(
     group = _group(process_group, no_dist)
     reader = UCPStorageReader(url, process_group=group, prefer=prefer, verify=verify, storage_options=storage_options)
     try:
-        dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
+        with _quiet():
+            dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())
     except CheckpointException as error:
         _raise_cause(error)
     return planner.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,25 @@ def test_nothing_is_said_of_fewer_ranks_when_no_rank_saved_any(tmp_path: Path, c
     live, opt, _ = job()
     report = ucp_dcp.TrainState(live, opt).load(tmp_path / "c", strict=False)
     assert report.missing == ["rng"] and "fewer ranks" not in caplog.text
+
+
+def test_half_a_state_is_refused_and_one_process_does_not_warn(tmp_path: Path) -> None:
+    def trainer() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer = trainer()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ucp_dcp.TrainState(model, optimizer, rng=False).save(tmp_path)
+        fresh, other = trainer()
+        train = ucp_dcp.TrainState(fresh, other, rng=False)
+        with pytest.raises(PlanError, match=r"'optimizer.state.weight': exp_avg left out .* half a state"):
+            train.load(tmp_path, exclude=["optimizer.state.**.exp_avg"])
+        assert not other.state
+        train.load(tmp_path, exclude=["optimizer.state.**"])
+        assert not other.state
+        train.load(tmp_path)
+        assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

@@ -205,6 +205,12 @@ class _TrainPlanner(UCPLoadPlanner):
                 rows = next((stored.of[n] for n in (name, *aliases.get(name, ())) if n in stored.of), {})
                 key = f"{root}.state.{name}"
                 if rows:
+                    left_out = [state for state in rows if state not in live and not self._selected(f"{key}.{state}")]
+                    if left_out and not live and len(left_out) < len(rows):
+                        self._before[key] = PlanError(
+                            f"{key!r}: {', '.join(left_out)} left out by include or exclude, while the other states are made: half a state "
+                            f"is none that {type(group.optimizer).__name__} could go on with; leave out {key + '.**'!r}"
+                        )
                     wanted[name] = live
                     for state, row in rows.items():
                         if state not in live:
