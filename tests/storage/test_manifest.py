@@ -55,7 +55,8 @@ def test_the_text_is_json_as_the_page_says():
     stated = fields.pop("xxh3")
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     assert digest(canonical) == stated and "ü".encode() in canonical
-    assert Manifest.from_bytes(json.dumps({**fields, "xxh3": stated}, indent=4).encode()) == Manifest.from_bytes(data)  # the layout of the text is free
+    # the layout of the text is free
+    assert Manifest.from_bytes(json.dumps({**fields, "xxh3": stated}, indent=4).encode()) == Manifest.from_bytes(data)
 
 
 def test_unknown_fields_are_ignored_but_covered():
