@@ -295,8 +295,12 @@ def forget_meshes() -> None:
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
-    else:  # torch 2.10
+    else:
+        # torch 2.10. Its plans of redistributions hold the placements of the cleared cache, whose masks nobody fills any more.
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        _gen_transform_infos.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 

@@ -55,8 +55,6 @@ class Tiny(nn.Module):
 def build(kind: str, seed: int, variant: Variant) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Tiny(variant.tied)
-    if variant.frozen:
-        model.layers[0].up.weight.requires_grad_(False)
     world = dist.get_world_size()
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
@@ -70,6 +68,8 @@ def build(kind: str, seed: int, variant: Variant) -> tuple[nn.Module, torch.opti
             plan |= {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
         parallelize_module(model, grid["tp"], plan)
         mesh = grid["dp"]
+    if variant.frozen:  # after parallelize_module: torch 2.10's makes everything trainable
+        model.layers[0].up.weight.requires_grad_(False)
     if kind != "ddp":
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
