@@ -434,3 +434,36 @@ def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch):
 
 def test_block_size_is_what_the_format_says():
     assert BLOCK == MIB and write_file.SLICE % BLOCK == 0
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_writes_at_the_same_time_only_where_the_file_system_gains(tmp_path, monkeypatch, exclusive):
+    """ext4, XFS, btrfs and tmpfs let one buffered write into a file; threads that wait for it in the kernel burn processor time."""
+    real, lock, inside, most = os.pwritev, threading.Lock(), [], []
+
+    def slow(fd, buffers, offset):
+        with lock:
+            inside.append(offset)
+            most.append(len(inside))
+        time.sleep(0.01)
+        count = real(fd, buffers, offset)
+        with lock:
+            inside.remove(offset)
+        return count
+
+    monkeypatch.setattr(sized_file.os, "pwritev", slow)
+    monkeypatch.setattr(sized_file, "_one_at_a_time", lambda fd: exclusive)
+    expected, _ = put(LocalStore(tmp_path, threads=4), {"a": torch.arange(9 * MIB, dtype=torch.int32)})
+    assert (tmp_path / "f").read_bytes() == expected
+    assert (max(most) == 1) == exclusive
+
+
+@pytest.mark.skipif(sized_file._fstatfs is None or not os.path.isdir("/dev/shm"), reason="needs a tmpfs of Linux")
+def test_file_systems_are_told_apart(monkeypatch):
+    """By the kernel's own numbers: tmpfs is listed, procfs is not."""
+    import tempfile
+
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        assert sized_file._one_at_a_time(file.fileno())
+    with open("/proc/self/status", "rb") as file:
+        assert not sized_file._one_at_a_time(file.fileno())

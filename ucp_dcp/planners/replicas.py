@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from ..geometry import flat_range_to_boxes
+from ..storage.preadv import view_of
 from ..transfer import flat_bytes
 
 __all__ = ["CheckReplicas", "object_digest", "serialize_object", "tensor_digest"]
@@ -30,6 +31,14 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
     return flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()).numpy().data
 
 
+def _in_place(view: torch.Tensor) -> memoryview | None:
+    """The bytes of a view that lies in host memory in C order, without a tensor operation: ten thousand small tensors are not rare."""
+    if view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg():
+        address, nbytes = view.data_ptr(), view.nbytes
+        return view_of(address, nbytes) if address and nbytes else None
+    return None
+
+
 def _bits(flat: torch.Tensor) -> torch.Tensor:
     # as bytes, since torch cannot concatenate every dtype
     return flat_bytes(flat.resolve_conj().resolve_neg().contiguous())
@@ -39,10 +48,18 @@ def tensor_digest(view: torch.Tensor, mode: CheckReplicas) -> int | None:
     """64-bit digest of a tensor's content, None for mode "off". "sample": everything up to 1 MiB, evenly spaced parts above."""
     if mode == "off":
         return None
-    view = view.detach()
     digest = xxhash.xxh3_64()
     digest.update(f"{view.dtype}{tuple(view.shape)}".encode())
-    if mode == "sample" and view.numel() * view.element_size() > _SAMPLE_LIMIT:
+    sampled = mode == "sample" and view.nbytes > _SAMPLE_LIMIT
+    data = _in_place(view)
+    view = view.detach()
+    if data is not None and sampled:
+        width, begins = _windows(view)
+        for begin in begins:
+            digest.update(data[begin * view.element_size() : (begin + width) * view.element_size()])
+    elif data is not None:
+        digest.update(data)
+    elif sampled:
         # one copy of all samples: from a device that is one transfer
         digest.update(_as_bytes(torch.cat([_bits(part) for part in _samples(view)])))
     else:
@@ -50,11 +67,15 @@ def tensor_digest(view: torch.Tensor, mode: CheckReplicas) -> int | None:
     return int(digest.intdigest())
 
 
+def _windows(view: torch.Tensor) -> tuple[int, list[int]]:
+    """Elements of each sample, and the first element of each."""
+    width = _SAMPLE_LIMIT // _WINDOWS // view.element_size()
+    return width, np.linspace(0, view.numel() - width, _WINDOWS, dtype=np.int64).tolist()
+
+
 def _samples(view: torch.Tensor) -> list[torch.Tensor]:
     """Evenly spaced runs of elements in C order, first and last element included: the same whatever the strides are."""
-    numel = view.numel()
-    width = _SAMPLE_LIMIT // _WINDOWS // view.element_size()
-    begins = np.linspace(0, numel - width, _WINDOWS, dtype=np.int64).tolist()
+    width, begins = _windows(view)
     if view.is_contiguous():
         flat = view.reshape(-1)
         return [flat[begin : begin + width] for begin in begins]

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError
 
@@ -22,20 +23,21 @@ _VECTOR = 1024
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EPERM}
 
 
-def _find() -> ctypes._NamedFuncPointer | None:
-    """Linux's fallocate. Not posix_fallocate: glibc's writes into every block where the file system cannot reserve."""
+def _find(name: str, *arguments: Any) -> ctypes._NamedFuncPointer | None:
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate
+        function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_int
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.argtypes = arguments
     return function
 
 
-_fallocate = _find()
+# Not posix_fallocate: glibc's writes into every block where the file system cannot reserve.
+_fallocate = _find("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_fstatfs = _find("fstatfs", ctypes.c_int, ctypes.c_void_p)
 
 
 def reserve(fd: int, size: int, path: str) -> None:
@@ -53,6 +55,18 @@ def reserve(fd: int, size: int, path: str) -> None:
             raise StoreError(f"{path}: there is no place for its {size} bytes: {os.strerror(number)}")
 
 
+# f_type of statfs: ext2/3/4, XFS, tmpfs, btrfs take an exclusive lock of the file for each buffered write.
+_LOCKING = {0xEF53, 0x58465342, 0x01021994, 0x9123683E}
+
+
+def _one_at_a_time(fd: int) -> bool:
+    """Whether the file lies on a file system of which it is known. Network file systems may gain from writes at the same time."""
+    if _fstatfs is None:
+        return False
+    about = (ctypes.c_long * 32)()  # struct statfs has 120 bytes on 64-bit Linux; its first field is f_type
+    return _fstatfs(fd, ctypes.byref(about)) == 0 and about[0] & 0xFFFFFFFF in _LOCKING
+
+
 class SizedFile:
     """The writer of :meth:`LocalStore.create_sized`. Thread-safe."""
 
@@ -63,6 +77,8 @@ class SizedFile:
         self._fd, self._path, self._size = fd, path, size
         self._written = 0
         self._lock = threading.Lock()
+        # One write at a time where the kernel lets only one into a file anyway: threads that wait here sleep (or digest), there they spin.
+        self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time(fd) else nullcontext()
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """See :meth:`PositionalWriter.write_at`."""
@@ -91,7 +107,8 @@ class SizedFile:
 
     def _call(self, buffers: Sequence[Buffer], offset: int, wanted: int) -> int:
         try:
-            count = os.pwritev(self._fd, buffers, offset)
+            with self._turn:
+                count = os.pwritev(self._fd, buffers, offset)
         except OSError as error:
             raise StoreError(f"{self._path}: writing {wanted} bytes at byte {offset} failed: {error.strerror or error}") from error
         if count == 0:
