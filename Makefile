@@ -15,7 +15,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch
 help:
 	@echo "make demo   a checkpoint moves between layouts, on your screen"
 	@echo "make test   all tests"
-	@echo "make test-thorough  every combination of layouts, longer fuzzing"
+	@echo "make test-thorough  slow tests as well, every combination of layouts, longer fuzzing"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  all benchmarks; results in benchmarks/results/"
 	@echo "make bench-deepspeed  beside DeepSpeed's converter; installs DeepSpeed in benchmarks/.venv-deepspeed"

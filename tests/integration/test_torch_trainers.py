@@ -204,13 +204,18 @@ def train_save_load(source: str, targets: list[str], url: str, variant: Variant)
     return differ + [d for kind in targets for d in load_all(kind, url, variant, want)]
 
 
+def slow(*values: Any) -> Any:
+    """One of several alike: with ``make test-thorough``."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("source", "targets", "variant"),
     [
-        ("fsdp", ["fsdp_tp"], Variant()),
-        ("fsdp_tp", ["fsdp_tp", "hsdp"], Variant()),
-        ("hsdp", ["fsdp", "ddp"], Variant(frozen=True, tied=True)),
-        ("fsdp_tp", ["fsdp"], Variant(sgd=True)),
+        slow("fsdp", ["fsdp_tp"], Variant()),
+        slow("fsdp_tp", ["fsdp_tp", "hsdp"], Variant()),
+        slow("hsdp", ["fsdp", "ddp"], Variant(frozen=True, tied=True)),
+        slow("fsdp_tp", ["fsdp"], Variant(sgd=True)),
         ("fsdp_tp", ["hsdp"], Variant(flat=True, frozen=True, tied=True)),
         ("ddp", ["fsdp_tp"], Variant(tied=True)),
     ],

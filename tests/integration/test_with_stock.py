@@ -31,7 +31,7 @@ def load_mixed(rank: int, world: int, name: str, url: str, planner: bool, storag
     return worlds.same(state, worlds.unpadded(name, rank, case.build(rank, True)))
 
 
-@pytest.mark.parametrize("world", ["hsdp", "fsdp_tp"])
+@pytest.mark.parametrize("world", [pytest.param("hsdp", marks=pytest.mark.slow), "fsdp_tp"])
 @pytest.mark.parametrize("writer", [(True, False), (False, True), (False, False)], ids=["ours+stock", "default+ours", "stock"])
 def test_every_pair_of_planner_and_storage(ranks, tmp_path: Path, world: str, writer: tuple[bool, bool]) -> None:
     url = str(tmp_path / "c")
