@@ -1,150 +1,179 @@
-"""Any to any: every layout as source and as target with every optimizer, in one process; a covering part on real gloo ranks."""
+"""Any to any in one process: every layout as source and as target with every optimizer; A to B to C; wrong layouts are noticed."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import job
 import pytest
-import simulated
 import torch
-from job import FAMILIES, OPTIMIZERS, WORLDS
+from cuts import FAMILIES, GRIDS, WORLDS
+from job import OPTIMIZERS
+from moves import check_stored, get, put
 
-import ucp_dcp
+from ucp_dcp.errors import UCPError
 
-SOURCES = ["ddp2", "fsdp3", "hsdp2x2", "tp3", "fsdp_tp2x2", "zero1_1x1x3", "zero1_1x1x4", "zero3_5", "zero3_4", "tp_zero1_1x2x2",
-           "pp_tp_zero1_2x2x2"]  # fmt: skip
-TARGETS = ["ddp1", "fsdp1", "fsdp2", "hsdp3x1", "tp2", "fsdp_tp3x2", "zero1_1x1x2", "zero1_1x1x3", "zero3_2", "zero3_3", "tp_zero1_1x2x2",
-           "pp_tp_zero1_2x2x1", "pp_tp_zero1_2x1x3"]  # fmt: skip
-OPTIONS = {"sync": False}
-
-
-def put(world: str, optimizer: str, url: Any, state_of: Any = None) -> None:
-    """Save under a layout, with junk in all padding."""
-    w = WORLDS[world]
-    build = state_of or (lambda rank: w.build(rank, optimizer, True, job.JUNK))
-    simulated.save(w.ranks, build, lambda rank: w.args(rank, optimizer), url, stock_metadata=False, storage_options=OPTIONS)
-
-
-def get(world: str, optimizer: str, url: Any) -> list[dict[str, Any]]:
-    """Load under a layout and compare every rank with the truth."""
-    w = WORLDS[world]
-    args = lambda rank: {**w.args(rank, optimizer), "strict": True}  # noqa: E731
-    states = []
-    results = simulated.load(w.ranks, lambda rank: w.build(rank, optimizer, False, 0.0), args, url)
-    for rank, (state, report) in enumerate(results):
-        with simulated.as_rank(rank, w.ranks):
-            want = w.build(rank, optimizer, True, 0.0)
-        assert job.differences(state, want) == [], f"rank {rank} of {world}"
-        assert report.missing == [] and report.skipped == {}
-        states.append(state)
-    return states
+SOURCES = ("ddp_2", "fsdp_3", "hsdp_2x3", "tp_3", "fsdp_tp_3x2", "zero1_1x1x4", "zero3_5", "tp_zero1_1x2x3", "pp_tp_zero1_2x2x2")
+TARGETS = ("ddp_1", "fsdp_2", "hsdp_2x2", "tp_2", "fsdp_tp_2x2", "zero1_1x1x3", "zero3_2", "tp_zero1_1x2x2", "pp_tp_zero1_2x2x1")
+# The same layouts on other numbers of ranks, and the same world on both sides.
+MORE = (
+    ("fsdp_4", "fsdp_3"), ("fsdp_2", "fsdp_3"), ("fsdp_1", "pp_tp_zero1_2x1x3"), ("pp_tp_zero1_2x1x3", "fsdp_1"),
+    ("zero1_1x1x3", "zero1_1x1x2"), ("zero3_3", "zero3_2"), ("zero3_2", "zero3_3"), ("tp_zero1_1x4x1_kv2", "tp_zero1_1x3x1"),
+    ("tp_zero1_1x3x1", "tp_zero1_1x4x1_kv2"), ("tp_zero1_1x4x1_kv2", "tp_3"), ("pp_tp_zero1_2x2x2", "pp_tp_zero1_2x2x2"),
+    ("fsdp_tp_2x2", "fsdp_tp_3x2"), ("hsdp_2x2", "hsdp_2x2"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(world, optimizer) -> its checkpoint, saved once."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(world, optimizer) -> its checkpoint, saved and compared with the truth once."""
     root: Path = tmp_path_factory.mktemp("matrix")
     there: dict[tuple[str, str], Path] = {}
 
     def of(world: str, optimizer: str) -> Path:
         if (world, optimizer) not in there:
+            put(world, optimizer, root / f"{world}-{optimizer}")
+            check_stored(world, optimizer, root / f"{world}-{optimizer}")
             there[world, optimizer] = root / f"{world}-{optimizer}"
-            put(world, optimizer, there[world, optimizer])
         return there[world, optimizer]
 
     return of
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_pair(saved: Callable[[str, str], Path], source: str, optimizer: str) -> None:
+    for target in TARGETS:
+        get(target, optimizer, saved(source, optimizer))
+
+
+@pytest.mark.parametrize(("source", "target"), MORE)
+def test_other_world_sizes(saved: Callable[[str, str], Path], source: str, target: str, thorough: bool) -> None:
+    """One optimizer each (``--thorough``: all)."""
+    for optimizer in OPTIMIZERS if thorough else [OPTIMIZERS[MORE.index((source, target)) % len(OPTIMIZERS)]]:
+        get(target, optimizer, saved(source, optimizer))
+
+
 def test_the_matrix_has_every_pair() -> None:
-    assert FAMILIES == ["ddp", "fsdp", "fsdp_tp", "hsdp", "pp_tp_zero1", "tp", "tp_zero1", "zero1", "zero3"]
-    assert {WORLDS[s].family for s in SOURCES} == {WORLDS[t].family for t in TARGETS} == set(FAMILIES)
-    counts = {(WORLDS[s].ranks, WORLDS[t].ranks) for s in SOURCES for t in TARGETS}
-    assert {(3, 2), (4, 3), (5, 1)} <= counts
-    assert set(OPTIMIZERS) == {"adamw", "sgd", "adafactor", "muon", "mixed"}
+    """What ``test_every_pair`` walks is all pairs of the issue's layouts, with all of its optimizers."""
+    names = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "zero1", "zero3", "tp_zero1", "pp_tp_zero1")
+    walked = {(WORLDS[s].family, WORLDS[t].family) for s, t in itertools.product(SOURCES, TARGETS)}
+    assert walked == set(itertools.product(names, names)) and names == FAMILIES
+    assert OPTIMIZERS == ("adamw", "sgd", "adafactor", "muon", "mixed")
+    parameters = {name: mark.args[1] for mark in test_every_pair.pytestmark for name in [mark.args[0]]}  # type: ignore[attr-defined]
+    assert parameters == {"source": SOURCES, "optimizer": OPTIMIZERS}
+    counts = {(WORLDS[s].ranks, WORLDS[t].ranks) for s, t in itertools.product(SOURCES, TARGETS)}
+    assert {(3, 2), (4, 3), (5, 1), (2, 3), (6, 4)} <= counts
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_every_pair(saved: Any, source: str, optimizer: str, thorough: bool) -> None:
-    """All pairs with AdamW; with each other optimizer a quarter of them, another one for each (``--thorough``: all)."""
-    url = saved(source, optimizer)
-    for t, target in enumerate(TARGETS):
-        if thorough or optimizer == "adamw" or (t + SOURCES.index(source) + OPTIMIZERS.index(optimizer)) % 4 == 0:
-            get(target, optimizer, url)
+def test_no_two_elements_of_the_truth_are_equal(optimizer: str) -> None:
+    """Else a swap of two of them would not show. What junk is, and what a bf16 weight is, differs from all of it, too."""
+    values = [v.reshape(-1) for states in job.truth(optimizer).values() for v in states.values()]
+    junk = torch.tensor([job.junk(rank) for rank in range(8)])
+    everything = torch.cat([*values, junk, torch.tensor([0.0, job.STEP - 0.5])])
+    assert len(everything.unique()) == len(everything)
+    rounded = torch.cat([states[""].to(torch.bfloat16).float().reshape(-1) for states in job.truth(optimizer).values()])
+    weights = torch.cat([states[""].reshape(-1) for states in job.truth(optimizer).values()])
+    assert (rounded != weights).float().mean() > 0.5
+    assert {tuple(states[""].shape) for states in job.truth(optimizer).values()} > {(3,), (7, 5)}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_what_is_stored_is_the_truth(saved: Any, source: str, optimizer: str) -> None:
-    """The naive oracle: whole tensors, by name; padding is not stored."""
-    checkpoint = ucp_dcp.open_checkpoint(saved(source, optimizer))
-    plain = WORLDS[source].family in ("zero1", "zero3", "tp_zero1", "pp_tp_zero1")
-    wanted = {}
-    for fqn, states in job.truth(optimizer).items():
-        master = optimizer == "mixed" and plain
-        wanted[f"model.{fqn}"] = states[""].to(torch.bfloat16) if master else states[""]
-        wanted |= {f"optim.state.{fqn}.{s}": v for s, v in states.items() if s}
-        if master:
-            wanted[f"optim.state.{fqn}.master"] = states[""]
-        if job.has_step(optimizer, fqn):
-            wanted[f"optim.state.{fqn}.step"] = torch.tensor(job.STEP)
-    assert sorted(checkpoint) == sorted(wanted)
-    for name, value in wanted.items():
-        found = checkpoint[name].read()
-        assert found.dtype == value.dtype and torch.equal(found, value), name
+# -- composition ---------------------------------------------------------------------------------------------------------------
+
+TRIPLES = (
+    ("fsdp_3", "pp_tp_zero1_2x2x1", "zero3_2"), ("pp_tp_zero1_2x2x2", "fsdp_2", "tp_zero1_1x2x2"), ("zero3_5", "tp_2", "hsdp_2x2"),
+    ("tp_3", "zero1_1x1x3", "fsdp_tp_2x2"), ("zero1_1x1x4", "fsdp_tp_2x2", "ddp_1"), ("ddp_2", "tp_zero1_1x2x2", "pp_tp_zero1_2x2x1"),
+    ("hsdp_2x3", "zero3_2", "fsdp_2"), ("tp_zero1_1x2x3", "ddp_1", "tp_2"), ("fsdp_tp_3x2", "hsdp_2x2", "zero1_1x1x3"),
+)  # fmt: skip
 
 
-TRIPLES = [
-    ("fsdp3", "pp_tp_zero1_2x2x1", "zero3_2"), ("pp_tp_zero1_2x2x2", "fsdp2", "tp_zero1_1x2x2"), ("zero3_5", "tp2", "hsdp3x1"),
-    ("tp3", "zero1_1x1x2", "fsdp_tp3x2"), ("zero1_1x1x4", "fsdp_tp3x2", "ddp1"), ("ddp2", "tp_zero1_1x2x2", "pp_tp_zero1_2x1x3"),
-    ("hsdp2x2", "zero3_3", "fsdp1"), ("tp_zero1_1x2x2", "ddp1", "tp2"), ("fsdp_tp2x2", "hsdp3x1", "zero1_1x1x3"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize(("a", "b", "c"), TRIPLES)
-def test_a_to_b_to_c_is_a_to_c(saved: Any, tmp_path: Path, a: str, b: str, c: str, optimizer: str, thorough: bool) -> None:
-    """What was loaded under B is saved again and loaded under C: the same as straight from A. One optimizer each (``--thorough``: all)."""
-    if not thorough and TRIPLES.index((a, b, c)) % 3 != ["adamw", "adafactor", "muon"].index(optimizer):
-        pytest.skip("with --thorough")
-    through = get(b, optimizer, saved(a, optimizer))
-    put(b, optimizer, tmp_path, lambda rank: through[rank])
-    direct, twice = get(c, optimizer, saved(a, optimizer)), get(c, optimizer, tmp_path)
-    for one, two in zip(direct, twice, strict=True):
-        assert job.differences(two, one) == []
+def test_a_to_b_to_c_is_a_to_c(saved: Callable[[str, str], Path], tmp_path: Path, a: str, b: str, c: str, thorough: bool) -> None:
+    """What was loaded under B, saved again, is stored as A stored it, and loads under C as straight from A.
+
+    One optimizer for each triple (``--thorough``: all).
+    """
+    for optimizer in OPTIMIZERS if thorough else [OPTIMIZERS[TRIPLES.index((a, b, c)) % len(OPTIMIZERS)]]:
+        through, url = get(b, optimizer, saved(a, optimizer)), tmp_path / optimizer
+        put(b, optimizer, url, through.__getitem__)
+        check_stored(b, optimizer, url)
+        for straight, twice in zip(get(c, optimizer, saved(a, optimizer)), get(c, optimizer, url), strict=True):
+            assert job.differences(twice, job.spoil(straight, 0.0)) == []
 
 
 def test_every_layout_is_in_the_middle_once() -> None:
-    assert {WORLDS[b].family for _, b, _ in TRIPLES} == set(FAMILIES)
+    for place in zip(*TRIPLES, strict=True):
+        assert sorted(WORLDS[w].family for w in place) == sorted(FAMILIES)
 
 
-# -- on real ranks -------------------------------------------------------------------------------------------------------------
-
-RING = ["fsdp3", "zero3_3", "hsdp2x2", "tp_zero1_1x2x2", "fsdp_tp2x2", "pp_tp_zero1_2x2x1", "tp2", "zero1_1x1x4", "ddp2", "fsdp3"]
+# -- the matrix can fail ---------------------------------------------------------------------------------------------------------
 
 
-def save_rank(rank: int, ranks: int, world: str, optimizer: str, url: str) -> None:
-    w = WORLDS[world]
-    ucp_dcp.save(w.build(rank, optimizer, True, job.JUNK), url, **w.args(rank, optimizer))
+def _steps(given: dict[str, Any], name: str) -> list[dict[str, str]]:
+    return next(r for r in given["spec"]["rules"] if r["match"].endswith(name))["steps"]  # type: ignore[no-any-return]
 
 
-def load_rank(rank: int, ranks: int, world: str, optimizer: str, url: str) -> list[str]:
-    w = WORLDS[world]
-    state = w.build(rank, optimizer, False, 0.0)
-    ucp_dcp.load(state, url, **w.args(rank, optimizer))
-    return job.differences(state, w.build(rank, optimizer, True, 0.0))
+def _qkv_plain(given: dict[str, Any]) -> None:
+    _steps(given, "qkv.weight")[0]["tp"] = "Shard(0)"
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.pairwise(RING)))
-def test_on_real_ranks(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
-    optimizer = OPTIMIZERS[RING.index(target) % len(OPTIMIZERS)]
-    ranks.run(WORLDS[source].ranks, save_rank, source, optimizer, str(tmp_path))
-    n = WORLDS[target].ranks
-    assert ranks.run(n, load_rank, target, optimizer, str(tmp_path)) == [[]] * n
+def _qkv_parts_swapped(given: dict[str, Any]) -> None:
+    _steps(given, "qkv.weight")[0]["tp"] = "Shard(0, parts=[4, 8, 4])"
 
 
-def test_the_ring_has_every_layout() -> None:
-    assert {WORLDS[w].family for w in RING[:-1]} == set(FAMILIES) and RING[0] == RING[-1]
+def _down_by_rows(given: dict[str, Any]) -> None:
+    _steps(given, "down.weight")[0]["tp"] = "Shard(0)"
+
+
+def _gate_up_plain(given: dict[str, Any]) -> None:
+    _steps(given, "gate_up.weight")[0]["tp"] = "Shard(0)"
+
+
+def _pad_after_tp(given: dict[str, Any]) -> None:
+    steps = _steps(given, "embed.weight")
+    steps[1:] = [{"tp": "Shard(0)"}, {"pad": "Pad(0, to=6)"}]
+
+
+def _buffer_reversed(given: dict[str, Any]) -> None:
+    given["variables"]["order0"] = given["variables"]["order0"][::-1]
+
+
+def _ranks_swapped(given: dict[str, Any]) -> None:
+    k, n = given["coords"]["tp"]
+    given["coords"]["tp"] = (n - 1 - k, n)
+
+
+def _stages_swapped(given: dict[str, Any]) -> None:
+    rule = next(r for r in given["spec"]["rules"] if r["match"].endswith("norm.weight"))
+    rule["rename"] = rule["rename"].replace("pp*per", "(1 - pp)*per")
+
+
+def _data_ranks_swapped(given: dict[str, Any]) -> None:
+    k, n = given["coords"]["dp"]
+    given["coords"]["dp"] = (n - 1 - k, n)
+
+
+WRONG = (
+    _qkv_plain, _qkv_parts_swapped, _down_by_rows, _gate_up_plain, _pad_after_tp, _buffer_reversed, _ranks_swapped, _stages_swapped,
+    _data_ranks_swapped,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_layout_is_noticed(tmp_path: Path, saved: Callable[[str, str], Path], wrong: Callable[[dict[str, Any]], None]) -> None:
+    """As source and as target: refused by the package, or the values differ from the truth."""
+    world = "pp_tp_zero1_2x2x2"
+    grid = next(g for g in GRIDS if g.world().name == world)
+
+    def args(rank: int) -> dict[str, Any]:
+        return grid.args(rank, "adamw", wrong)
+
+    with pytest.raises((AssertionError, UCPError)):
+        put(world, "adamw", tmp_path / "wrong", args=args)
+        check_stored(world, "adamw", tmp_path / "wrong")
+    with pytest.raises((AssertionError, UCPError)):
+        get(world, "adamw", saved("fsdp_3", "adamw"), args=args)
