@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from operator import sub
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from ..spec.names import NameGlob
 from ..transfer import Copy, Digests, ReadStats, Verify, read_copies
 from .agree import guarded
 from .destinations import fill_number, place_of, put_object, stored_number
+from .load_parts import LoadOrder, LoadRequest, PendingGroups, Wanted
 from .param_groups import Resolved, StoredGroups, resolve_groups
 from .report import LoadReport
 from .resolve import Found, Lookup, SourceChoice, check_cast, resolve_tensor
@@ -39,52 +41,10 @@ from .served import FailedMetadata, ServedMetadata
 from .stored import check_covered, check_groups, identity
 from .tied import Tied, check_tied
 
-__all__ = ["LoadRequest", "UCPLoadPlanner"]
+__all__ = ["UCPLoadPlanner"]
 
 _SHOWN = 20
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """What a rank tells the coordinator: which stored rows it uses (bit mask over catalog rows, then objects) and its per-rank keys."""
-
-    used: bytes
-    per_rank: tuple[str, ...]
-    """Keys in the checkpoint of the wanted per-rank objects, without the rank."""
-    checkpoint: str
-    """Which checkpoint this rank sees: all must see the same."""
-
-
-@dataclass(frozen=True)
-class LoadOrder:
-    """What the coordinator answers: the rank's number and which rows no rank uses."""
-
-    rank: int
-    unused: bytes
-
-
-@dataclass
-class _Wanted:
-    """Everything one rank will do, in three kinds."""
-
-    copies: list[Copy] = field(default_factory=list)
-    boxes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Parallel to copies: (stored key, offset of the stored chunk), for stock ReadItems."""
-    numbers: list[tuple[ObjectRow, Fragment]] = field(default_factory=list)
-    objects: list[tuple[ObjectRow, ObjectLeaf]] = field(default_factory=list)
-    scalars: list[tuple[torch.Tensor, ObjectLeaf]] = field(default_factory=list)
-    hyperparameters: list[tuple[ObjectLeaf, Any]] = field(default_factory=list)
-
-
-@dataclass
-class _PendingGroups:
-    """Hyperparameters whose stored values a stock reader has still to bring."""
-
-    leaves: Sequence[ObjectLeaf]
-    prefix: str
-    rows: Sequence[ObjectRow]
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 class UCPLoadPlanner(LoadPlanner):
@@ -152,15 +112,15 @@ class UCPLoadPlanner(LoadPlanner):
         self._catalog: Catalog | None = None
         self._served: Source | None = None
         self._collected: Collected | None = None
-        self._wanted = _Wanted()
+        self._wanted = Wanted()
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self._scalar_at: dict[int, list[ObjectLeaf]] = {}
         """id of a one-element tensor -> the places of its number; it lives in _wanted."""
         self._lookup: Lookup | None = None
         self._tied = Tied()
-        self._bytes_for: dict[str, list[ObjectLeaf | Fragment | _PendingGroups]] = {}
+        self._bytes_for: dict[str, list[ObjectLeaf | Fragment | PendingGroups]] = {}
         self._padding: list[torch.Tensor] = []
-        self._pending: list[_PendingGroups] = []
+        self._pending: list[PendingGroups] = []
         self._groups: dict[str, StoredGroups] = {}
 
     # -- LoadPlanner ---------------------------------------------------------------------------------------------------------
@@ -195,7 +155,7 @@ class UCPLoadPlanner(LoadPlanner):
         if self._catalog is None or self._collected is None:
             raise PlanError("create_local_plan was called before set_up_planner")
         catalog = self._catalog
-        self._wanted = _Wanted()
+        self._wanted = Wanted()
         self._pending = []
         self._tied = Tied.of(self._collected.fragments)
         self._lookup = Lookup(catalog, self._tied.fqns)
@@ -373,8 +333,8 @@ class UCPLoadPlanner(LoadPlanner):
             raise PlanError(f"tensor {key!r}: nothing stored answers it")
         if tuple(fragments[0].shape) != tuple(row.shape):
             # a 0-d step and a one-element step are the same number; nothing else may change its shape
-            if fragments[0].view.numel() == 1 and _numel(row.shape) == 1 and len(fragments) == 1 and _numel(fragments[0].shape) == 1:
-                fragments = [_reshaped(fragments[0], row.shape)]
+            if fragments[0].view.numel() == 1 and math.prod(row.shape) == 1 and len(fragments) == 1 and math.prod(fragments[0].shape) == 1:
+                fragments = [replace(fragments[0], shape=row.shape, box=full_box(row.shape), view=fragments[0].view.reshape(row.shape))]
             else:
                 wanted_shape = tuple(fragments[0].shape)
                 raise ShapeMismatchError(f"tensor {key!r} is wanted with shape {wanted_shape}, but {row.key!r} is stored as {row.shape}")
@@ -425,7 +385,7 @@ class UCPLoadPlanner(LoadPlanner):
                 hint = self._lookup.hint(key) if self._lookup is not None else ""
                 raise MissingKeysError(f"object {leaf.key!r} is not in the checkpoint{hint}")
             tensor = catalog.tensor(t)
-            if _numel(tensor.shape) != 1 or isinstance(leaf.value, str | bytes | list | dict | tuple):
+            if math.prod(tensor.shape) != 1 or isinstance(leaf.value, str | bytes | list | dict | tuple):
                 raise PlanError(
                     f"{leaf.key!r} is stored as a {tensor.dtype} tensor of shape {tensor.shape} and wanted as {type(leaf.value).__name__};"
                     " put a tensor of that shape there"
@@ -459,7 +419,7 @@ class UCPLoadPlanner(LoadPlanner):
         for row in rows:
             used[catalog.n_tensors + object_index[id(row)]] = True
         if self._served is None:
-            self._pending.append(_PendingGroups(leaves, prefix, rows))
+            self._pending.append(PendingGroups(leaves, prefix, rows))
             return {}
         resolved = resolve_groups(leaves, self._stored_groups(root))
         self._wanted.hyperparameters.extend(resolved.values)
@@ -544,7 +504,7 @@ class UCPLoadPlanner(LoadPlanner):
             )
         self._bytes_for = {}
         groups = [(row, pending) for pending in self._pending for row in pending.rows]
-        requests: Iterable[tuple[ObjectRow, ObjectLeaf | Fragment | _PendingGroups]] = [
+        requests: Iterable[tuple[ObjectRow, ObjectLeaf | Fragment | PendingGroups]] = [
             *self._wanted.objects,
             *self._wanted.numbers,
             *groups,
@@ -564,12 +524,12 @@ class UCPLoadPlanner(LoadPlanner):
         for target in self._bytes_for[read_item.storage_index.fqn]:
             if isinstance(target, Fragment):
                 fill_number(target, loaded)
-            elif isinstance(target, _PendingGroups):
+            elif isinstance(target, PendingGroups):
                 self._arrived(target, read_item.storage_index.fqn, loaded)
             else:
                 put_object(self._state_dict, target, loaded)
 
-    def _arrived(self, pending: _PendingGroups, key: str, value: Any) -> None:
+    def _arrived(self, pending: PendingGroups, key: str, value: Any) -> None:
         """With a stock reader values come one by one; the last one completes the groups."""
         pending.values[key] = value
         if len(pending.values) < len(pending.rows):
@@ -590,18 +550,3 @@ class UCPLoadPlanner(LoadPlanner):
         number = self._wanted.copies[at].view
         for leaf in self._scalar_at.get(id(number), ()):
             put_object(self._state_dict, leaf, number.reshape(()).item())
-
-
-def _numel(shape: Sequence[int]) -> int:
-    out = 1
-    for extent in shape:
-        out *= extent
-    return out
-
-
-def _reshaped(fragment: Fragment, shape: tuple[int, ...]) -> Fragment:
-    from dataclasses import replace
-
-    from ..geometry import full_box
-
-    return replace(fragment, shape=shape, box=full_box(shape), view=fragment.view.reshape(shape))
