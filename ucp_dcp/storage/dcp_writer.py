@@ -89,7 +89,7 @@ class UCPStorageWriter(StorageWriter):
         provenance: free JSON-like fields kept in the manifest.
         grace: seconds that a replaced checkpoint stays readable for those who opened it before; the next save after that deletes it. 0
             deletes it at once: one copy on the disk instead of two, and readers that are inside fail.
-        digests: write a digest of each MiB of the data files, so that a load can tell damage. They cost a fifth of the CPU time of a save.
+        digests: write a digest of each MiB of the data files, so that a load can tell damage. They cost up to a fifth of the CPU time.
         storage_options: for the fsspec filesystem; for local paths ``sync=False`` skips fsync, ``threads=`` says how many write.
 
     A save needs at most 17 MiB per thread (at most 4 threads unless told otherwise) beside the state, whatever its size.
