@@ -292,7 +292,7 @@ def item_with_a_compressed_bomb(folder: Path, marker: Path) -> None:
     (file,) = folder.glob("*.distcp")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(200 << 20))
+        archive.writestr("archive/data.pkl", bytes(80 << 20))
         archive.writestr("archive/data/0", bytes(96))
     size = len(file.read_bytes())
     file.write_bytes(buffer.getvalue().ljust(size, b"\0"))

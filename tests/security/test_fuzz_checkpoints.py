@@ -74,7 +74,7 @@ def damage(folder: Path, change: tuple[int, float, str, bytes]) -> None:
         file.write_bytes(new)
 
 
-@pytest.mark.parametrize("kind", ["ours", "bare", "stock", "zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["ours", "stock", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bare", "zero1", "zero3"))])
 def test_changed_bytes(originals: dict[str, Path], tmp_path: Path, kind: str, thorough: bool) -> None:
     want = contents(originals[kind])
 

@@ -80,7 +80,7 @@ def on_disk(value: float, stock: bool = True) -> Callable[[Disk], None]:
     return lambda disk: save_on_four([disk.store() for _ in range(RANKS)], value, stock)
 
 
-@pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.parametrize("stock", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_overwrite_leaves_the_old_or_the_new(stock: bool) -> None:
     saved = Disk()
     on_disk(1.0, stock)(saved)
