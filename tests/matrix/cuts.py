@@ -24,8 +24,7 @@ ROOTS = {"roots": {"model": "model", "optimizer": "optimizer"}}
 TP: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "embed.weight": (0, ()),
     "odd.weight": (None, ()),
-    "tiny.bias": (None, ()),
-    "norm.weight": (None, ()),
+    "router.bias": (None, ()),
     "qkv.weight": (0, QKV),
     "gate_up.weight": (0, GATE_UP),
     "down.weight": (1, ()),
@@ -128,9 +127,7 @@ def fsdp_tp(dp: int, tp: int) -> World:
 
 # -- plain tensors, described in the UCP language --------------------------------------------------------------------------------
 
-OPTIMIZER_STATES: dict[str, Any] = {
-    "states": {"step": "scalar", "master": "master", "row_var": "replicated", "col_var": "replicated"}
-}
+OPTIMIZER_STATES: dict[str, Any] = {"states": {"step": "scalar", "master": "master", "row_var": "replicated", "col_var": "replicated"}}
 
 
 def flat_groups(optimizer: str, names: Sequence[str]) -> list[tuple[tuple[str, ...], list[str]]]:
@@ -200,10 +197,9 @@ class Grid:
             {"match": "embed.weight", "steps": [{"pp": "Unique(0)"}, *vocab, {"tp": "Shard(0)"}]},
             {"match": "head.weight", "steps": [{"pp": f"Unique({self.pp - 1})"}, *vocab, {"tp": "Shard(0)"}]},
             {"match": "odd.weight", "steps": [{"pp": "Unique(0)"}]},
-            {"match": "tiny.bias", "steps": [{"pp": "Unique(0)"}]},
         ]
         steps = {
-            "norm.weight": [],
+            "router.bias": [],
             "qkv.weight": [{"tp": f"Shard(0, parts={list(QKV)}, copies=[1, {self.copies}, {self.copies}])"}],
             "gate_up.weight": [{"tp": f"Shard(0, parts={list(GATE_UP)})"}],
             "down.weight": [{"tp": "Shard(1)"}],

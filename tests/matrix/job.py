@@ -22,10 +22,10 @@ def kind(fqn: str) -> str:
 
 @cache
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Global shapes in parameter order. ``tiny`` is smaller than most worlds, ``odd`` divides by nothing."""
-    out: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, HIDDEN), "odd.weight": (7, 5), "tiny.bias": (3,)}
+    """Global shapes in parameter order. ``router`` is smaller than most worlds, ``odd`` divides by nothing."""
+    out: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, HIDDEN), "odd.weight": (7, 5)}
     for i in range(LAYERS):
-        out[f"layers.{i}.norm.weight"] = (HIDDEN,)
+        out[f"layers.{i}.router.bias"] = (3,)
         out[f"layers.{i}.qkv.weight"] = (sum(QKV), HIDDEN)
         out[f"layers.{i}.gate_up.weight"] = (sum(GATE_UP), HIDDEN)
         out[f"layers.{i}.down.weight"] = (HIDDEN, GATE_UP[0])
@@ -68,7 +68,7 @@ def truth(optimizer: str) -> dict[str, dict[str, torch.Tensor]]:
 
 def junk(rank: int) -> float:
     """What lies in padding and in memory that a load has not filled: nothing that the truth has, and not the same on two ranks."""
-    return -2.0 ** (20 + rank)
+    return -(2.0 ** (20 + rank))
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

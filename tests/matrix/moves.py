@@ -8,6 +8,7 @@ from typing import Any
 import job
 import simulated
 import torch
+import torch.distributed as dist
 from cuts import WORLDS
 
 import ucp_dcp
@@ -40,8 +41,11 @@ def get(world: str, optimizer: str, url: Any, args: Args | None = None) -> list[
     return [state for state, _ in results]
 
 
-def check_stored(world: str, optimizer: str, url: Path) -> None:
-    """The naive oracle of a checkpoint: whole tensors by name, all of them and nothing else; padding is not stored."""
+def check_stored(world: str, optimizer: str, url: Path, *, values: bool = True) -> None:
+    """The naive oracle of a checkpoint: whole tensors by name, all of them and nothing else; padding is not stored.
+
+    values: read them all; else only names, shapes and dtypes are compared.
+    """
     wanted = {}
     masters = optimizer == "mixed" and WORLDS[world].plain
     for fqn, states in job.truth(optimizer).items():
@@ -51,5 +55,37 @@ def check_stored(world: str, optimizer: str, url: Path) -> None:
             wanted[f"optim.state.{fqn}.master"] = states[""]
         if job.has_step(optimizer, fqn):
             wanted[f"optim.state.{fqn}.step"] = torch.tensor(job.STEP)
-    checkpoint = ucp_dcp.open_checkpoint(url)
-    assert job.differences({name: checkpoint[name].read() for name in checkpoint}, wanted) == []
+    found = ucp_dcp.open_checkpoint(url)
+    assert {n: (tuple(found[n].shape), found[n].dtype) for n in found} == {n: (tuple(v.shape), v.dtype) for n, v in wanted.items()}
+    if values:
+        assert job.differences({name: found[name].read() for name in found}, wanted) == []
+
+
+def checkpoint(root: Path, world: str, optimizer: str) -> Path:
+    """The checkpoint of a world under ``root``, saved by whoever asks first. (Its values: every source is loaded under ``ddp_1``, too.)"""
+    url, checked = root / f"{world}-{optimizer}", root / f"{world}-{optimizer}.checked"
+    if not checked.exists():
+        put(world, optimizer, url)
+        check_stored(world, optimizer, url, values=False)
+        checked.touch()
+    return url
+
+
+def walk(rank: int, ranks: int, pairs: list[tuple[str, str]], optimizer: str, root: Path) -> list[tuple[str, str]]:
+    """Move the state of each pair's source to its target; the pairs that were walked.
+
+    For several processes, to use all cores: process ``rank`` of ``ranks`` takes some of the sources, and simulates all of their ranks.
+    """
+    dist.barrier()  # the others still connect to this process
+    dist.destroy_process_group()
+    sources = list(dict.fromkeys(source for source, _ in pairs))[rank::ranks]
+    done = []
+    for source, target in pairs:
+        if source in sources:
+            try:
+                get(target, optimizer, checkpoint(root, source, optimizer))
+            except Exception as error:
+                error.add_note(f"{source} -> {target} with {optimizer}")
+                raise
+            done.append((source, target))
+    return done
