@@ -7,16 +7,16 @@ ranks take a group of the first ones. Expected values are cut by torch's own pla
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import case_kit
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshes import Groups, cut, dtensor, fresh_meshes
+from meshes import Groups, cut, dtensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -610,17 +610,7 @@ def a46(groups: Groups, url: str) -> Iterator[str]:
 
 
 def run_cases(rank: int, world: int, root: str) -> dict[str, list[str]]:
-    out: dict[str, list[str]] = {}
-    with fresh_meshes():
-        groups = Groups()
-        for name, fn in CASES.items():
-            # A case that fails on one rank only leaves the others in a collective: the run ends with the names of what ran.
-            try:
-                out[name] = list(fn(groups, f"{root}/{name}"))
-            except Exception as error:
-                out[name] = [f"{type(error).__name__}: {error}", traceback.format_exc()]
-            dist.barrier()
-    return out
+    return case_kit.run(CASES, root)
 
 
 @pytest.fixture(scope="module")
