@@ -98,6 +98,10 @@ class IndexFile:
         self._fetch([name for name in self._sections if name in wanted and name not in self._read])
 
     def _fetch(self, names: list[str]) -> None:
+        for name in names:
+            if self._sections[name].size == 0:
+                self._keep(name, memoryview(b""))
+        names = [name for name in names if name not in self._read]
         sections = [self._sections[name] for name in names]
         groups = coalesce([s.offset for s in sections], [s.size for s in sections], _GAP, _TOGETHER)
         total = int(groups.group_length.sum())
@@ -113,11 +117,14 @@ class IndexFile:
         except StoreNotFoundError as error:
             raise CorruptCheckpointError(f"{error}, but the manifest names it; the checkpoint is incomplete") from error
         for name, section, group, offset in zip(names, sections, groups.member_group.tolist(), groups.member_offset.tolist(), strict=True):
-            data = buffers[group][offset : offset + section.size].toreadonly()
-            found_digest = digest(data)
-            if found_digest != section.xxh3:
-                raise CorruptCheckpointError(
-                    f"{self._path}: section {name!r} ({section.size} bytes at byte {section.offset}) has digest {found_digest}, "
-                    f"but the manifest states {section.xxh3}; it was damaged"
-                )
-            self._read[name] = data
+            self._keep(name, buffers[group][offset : offset + section.size].toreadonly())
+
+    def _keep(self, name: str, data: memoryview) -> None:
+        section = self._sections[name]
+        found = digest(data)
+        if found != section.xxh3:
+            raise CorruptCheckpointError(
+                f"{self._path}: section {name!r} ({section.size} bytes at byte {section.offset}) has digest {found}, "
+                f"but the manifest states {section.xxh3}; it was damaged"
+            )
+        self._read[name] = data

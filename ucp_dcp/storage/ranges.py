@@ -32,8 +32,8 @@ def coalesce(starts: npt.ArrayLike, lengths: npt.ArrayLike, gap: int, max_length
 
     Two neighbours share a group when at most ``gap`` unwanted bytes lie between them. A group is longer than ``max_length`` only when one
     member of it is, and then it holds nothing outside that member. The result does not depend on the order of the ranges. Ranges
-    may overlap; a byte is in two groups only when two members want it. Raises ValueError for negative numbers or a range that
-    ends above 2^63 - 1.
+    may overlap; a byte is in two groups only when two members want it. Raises ValueError for a negative start, a range without
+    bytes (it would join its neighbours over a wider gap than allowed) or one that ends above 2^63 - 1.
     """
     start = np.asarray(starts, dtype=np.int64)
     length = np.asarray(lengths, dtype=np.int64)
@@ -44,8 +44,8 @@ def coalesce(starts: npt.ArrayLike, lengths: npt.ArrayLike, gap: int, max_length
     count = len(start)
     if count == 0:
         return Coalesced(*(np.zeros(0, np.int64) for _ in range(4)))
-    if start.min() < 0 or length.min() < 0 or (length > _LIMIT - start).any():
-        raise ValueError("ranges must have start >= 0, length >= 0 and end below 2^63")
+    if start.min() < 0 or length.min() <= 0 or (length > _LIMIT - start).any():
+        raise ValueError("ranges must have start >= 0, length > 0 and end below 2^63")
 
     order = np.lexsort((-length, start))  # the longest of those that start together first, so that it takes in the others
     first = start[order]
