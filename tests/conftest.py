@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from isolated import run_isolated
 from ranks import RankPool
 
@@ -14,6 +15,13 @@ from ranks import RankPool
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "every combination, also where a covering part is tested otherwise (make test-thorough)"
     parser.addoption("--thorough", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis takes the same examples every time where tests gate a change; ``--thorough`` looks for new ones."""
+    settings.register_profile("fixed", derandomize=True)
+    if not config.getoption("--thorough"):
+        settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
