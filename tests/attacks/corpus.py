@@ -315,3 +315,112 @@ def deepspeed_file_that_runs(folder: Path, marker: Path) -> None:
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         torch.save({"module": {}, "optimizer_state_dict": Runs(marker)}, tag / name)
     marker.rmdir() if marker.exists() else None
+
+
+# -- safetensors ---------------------------------------------------------------------------------------------------------------
+
+
+def safetensors(folder: Path, header: Any, body: bytes = b"", length: int | None = None, name: str = "model.safetensors") -> None:
+    folder.mkdir(exist_ok=True)
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + body)
+
+
+def float32(shape: list[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+
+
+@attack
+def safetensors_header_of_exabytes(folder: Path, marker: Path) -> None:
+    safetensors(folder, {}, length=BIG)
+
+
+@attack
+def safetensors_header_longer_than_allowed(folder: Path, marker: Path) -> None:
+    safetensors(folder, {}, length=1 << 30)
+    os.truncate(folder / "model.safetensors", 2 << 30)  # sparse
+
+
+@attack
+def safetensors_header_of_deep_json(folder: Path, marker: Path) -> None:
+    safetensors(folder, b'{"__metadata__":' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001)
+
+
+@attack
+def safetensors_header_of_a_long_list(folder: Path, marker: Path) -> None:
+    """Of the wrong type, and large once it is made of Python objects."""
+    safetensors(folder, b'{"w":[' + b"[],[]," * 500_000 + b"[]]}")
+
+
+@attack
+def safetensors_unknown_field_of_a_long_list(folder: Path, marker: Path) -> None:
+    """Fields that nobody knows are allowed, and nothing is made of them."""
+    entry = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":[' + b"[],[]," * 500_000 + b"[]]}"
+    safetensors(folder, b'{"w":' + entry + b',"v":' + entry + b"}", b"1234")
+
+
+@attack
+def safetensors_number_of_a_million_digits(folder: Path, marker: Path) -> None:
+    safetensors(folder, b'{"w":{"dtype":"F32","shape":[' + b"9" * 1_000_000 + b'],"data_offsets":[0,4]}}', b"1234")
+
+
+@attack
+def safetensors_claims_a_huge_tensor(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([2**31, 2**31], 0, BIG)}, b"1234")
+
+
+@attack
+def safetensors_size_that_wraps_around(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([2**32, 2**32], 0, 0)})
+
+
+@attack
+def safetensors_two_tensors_of_the_same_bytes(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([24], 0, 96), "v": float32([24], 0, 96)}, bytes(96))
+
+
+@attack
+def safetensors_tensor_in_its_own_header(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([2], -8, 0)}, bytes(96))
+
+
+@attack
+def safetensors_one_name_of_two_tensors(folder: Path, marker: Path) -> None:
+    """Readers that take the first and readers that take the last see different weights."""
+    one = json.dumps({"w": float32([1], 0, 4)}).encode()
+    two = json.dumps({"w": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    safetensors(folder, one[:-1] + b"," + two[1:], b"1234")
+
+
+@attack
+def safetensors_bytes_behind_the_last_tensor(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([1], 0, 4)}, b"1234MZ and a program")
+
+
+@attack
+def safetensors_index_names_a_file_outside(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([1], 0, 4)}, b"1234")
+    (folder.parent / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../outside.safetensors"}}))
+
+
+@attack
+def safetensors_file_is_a_link_to_the_outside(folder: Path, marker: Path) -> None:
+    safetensors(folder, {"w": float32([1], 0, 4)}, b"1234")
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    (folder / "model.safetensors").symlink_to("../secret.safetensors")
+
+
+@attack
+def safetensors_shard_far_away(folder: Path, marker: Path) -> None:
+    """The whole tensor reaches as far as its pieces do, so a piece can make it as large as it likes."""
+    info = json.dumps({"w": {"saved_offsets": [2**61]}})
+    safetensors(folder, {"__metadata__": {"DCP_SHARDING_INFO": info}, "w": float32([1], 0, 4)}, b"1234", name="shard-00001.safetensors")
+
+
+@attack
+def safetensors_shards_that_overlap(folder: Path, marker: Path) -> None:
+    for n, at in enumerate((0, 1)):
+        info = json.dumps({"w": {"saved_offsets": [at]}})
+        header = {"__metadata__": {"DCP_SHARDING_INFO": info}, "w": float32([2], 0, 8)}
+        safetensors(folder, header, b"12345678", name=f"shard-0000{n}.safetensors")

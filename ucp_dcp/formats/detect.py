@@ -12,6 +12,7 @@ from ..storage.manifest import MANIFEST
 from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
 from .deepspeed import find_folder, find_universal, list_tags, open_deepspeed, open_universal
+from .safetensors import at_file, find_safetensors, open_safetensors
 from .source import Source
 from .ucp import open_ucp
 
@@ -20,7 +21,7 @@ __all__ = ["ParseAll", "open_source"]
 ParseAll: TypeAlias = Callable[[Sequence[str], Callable[[str], Any]], list[Any]]
 """Given paths and a function, returns the function's value for each path, in order; may spread the work over ranks (D15)."""
 
-_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest', *_optim_states.pt or 'latest_universal' (DeepSpeed)"
+_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest', *_optim_states.pt or 'latest_universal' (DeepSpeed), *.safetensors"
 _SHOWN = 8
 
 
@@ -39,7 +40,8 @@ def open_source(
     """Open the checkpoint at a URL, path or Store, of whatever format it is. Nothing is written, and no tensor byte is read.
 
     Args:
-        url: ours (a folder with ``ucp.json``), stock DCP (``.metadata``), DeepSpeed (a folder with ``latest``, or a tag folder).
+        url: ours (a folder with ``ucp.json``), stock DCP (``.metadata``), DeepSpeed (a folder with ``latest``, or a tag folder),
+            safetensors (a file, or a folder of them).
         prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``.
         tag: which tag of a DeepSpeed folder; default is what ``latest`` names, then what ``latest_universal`` names.
         parse_all: how files of a checkpoint that has many are parsed; the default parses them one after the other.
@@ -48,6 +50,11 @@ def open_source(
     (D4), CorruptCheckpointError, UnsafePickleError, UnsupportedError, StoreError.
     """
     store = open_store(url)
+    file = at_file(store)
+    if file is not None:
+        found = find_safetensors(*file)
+        assert found is not None
+        return open_safetensors(file[0], found, parse_all or parse_alone)
     foreign = prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA)
     universal = find_universal(store, tag) if tag is not None or foreign else None
     if universal is not None:
@@ -60,7 +67,10 @@ def open_source(
         manifest = open_root(store, prefer)
         return open_dcp(store) if manifest is None else open_ucp(store, manifest)
     if folder is None:
-        raise _unknown(store)
+        files = find_safetensors(store)
+        if files is None:
+            raise _unknown(store)
+        return open_safetensors(store, files, parse_all or parse_alone)
     if folder.prefix and not folder.optim:  # the only tag, and no latest_universal
         universal = find_universal(store, folder.tag)
         if universal is not None:
@@ -92,11 +102,12 @@ def _unknown(store: Store) -> Exception:
     for clue, what in (
         ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),
         ("__0.metadata", "a DCP checkpoint saved with use_collectives=False"),
-        ("model.safetensors.index.json", "safetensors files"),
-        ("model.safetensors", "safetensors files"),
     ):
         if clue in bases:
             return UnsupportedError(f"{store.url}: this looks like {what}, which this version cannot open. Known: {_KNOWN}. Found: {found}")
+    below = sorted({name.rpartition("/")[0] for name in names if name.endswith(".safetensors")})
+    if below:
+        return FormatError(f"{store.url}: there are safetensors files in folders below it; open one of these: {', '.join(below[:_SHOWN])}")
     return FormatError(f"{store.url}: not a checkpoint of a known format. Known: {_KNOWN}. Found: {found}{_siblings(store.url)}")
 
 
