@@ -2,7 +2,7 @@
 
 Ours: manifest, every index section and the padding between them, both copies of ``.metadata``, and of every data file its size, its sidecar
 and all of its blocks. Stock DCP and DeepSpeed: the structure, and the CRC32 that each zip record carries; bytes between records have no
-digest there, and are counted as unverifiable. Safetensors: headers and sizes, and that no piece of a tensor is missing; there are no digests.
+digest there, and are counted as unverifiable. Safetensors: headers, sizes, and that no piece of a tensor is missing; there are no digests.
 """
 
 from __future__ import annotations
