@@ -19,9 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hypothesis takes the same examples every time where tests gate a change; ``--thorough`` looks for new ones."""
-    settings.register_profile("fixed", derandomize=True)
-    if not config.getoption("--thorough"):
-        settings.load_profile("fixed")
+    settings.register_profile("fixed", deadline=None, derandomize=not config.getoption("--thorough"))
+    settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import load, save
     from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
     from .errors import UCPError
+    from .formats import MappedNames
     from .frameworks.pytorch import TrainState
     from .layout import Layout, PerRank
     from .names import Role
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .planners.report import LoadReport
     from .planners.save_planner import UCPSavePlanner
     from .series import latest
-    from .spec import LayoutSpec
+    from .spec import LayoutSpec, NameMap
     from .storage.dcp_reader import UCPStorageReader
     from .storage.dcp_writer import UCPStorageWriter
     from .verification import VerifyReport, verify
@@ -31,6 +32,8 @@ __all__ = [
     "Layout",
     "LayoutSpec",
     "LoadReport",
+    "MappedNames",
+    "NameMap",
     "PerRank",
     "Role",
     "StoredTensor",
@@ -54,6 +57,8 @@ _HOME = {
     "Layout": "layout",
     "LayoutSpec": "spec",
     "LoadReport": "planners.report",
+    "MappedNames": "formats",
+    "NameMap": "spec",
     "PerRank": "layout",
     "Role": "names",
     "StoredTensor": "checkpoint",

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .errors import UCPError
+from .formats import MappedNames
 from .layout import Layout
 from .planners.load_planner import UCPLoadPlanner
 from .planners.replicas import CheckReplicas
@@ -123,6 +124,7 @@ def load(
     allow_classes: Sequence[type] = (),
     verify: Verify = "covered",
     prefer: Literal["ucp", "stock"] | None = None,
+    names: MappedNames | None = None,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -144,7 +146,7 @@ def load(
         master_from_weight=master_from_weight,
         allow_classes=allow_classes,
     )
-    return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist, verify)
+    return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist, verify, names)
 
 
 def load_with(
@@ -156,10 +158,11 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     verify: Verify = "covered",
+    names: MappedNames | None = None,
 ) -> LoadReport:
     """:func:`load` with a planner that is there already."""
     group = _group(process_group, no_dist)
-    reader = UCPStorageReader(url, process_group=group, prefer=prefer, verify=verify, storage_options=storage_options)
+    reader = UCPStorageReader(url, process_group=group, prefer=prefer, verify=verify, names=names, storage_options=storage_options)
     try:
         with _quiet():
             dcp_load(state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist or not _initialised())

@@ -11,7 +11,7 @@ import torch
 from .catalog import Catalog, FileRow, ObjectRow, TensorRow
 from .dtypes import itemsize, torch_dtype
 from .errors import MissingKeysError
-from .formats import Source, open_source
+from .formats import MappedNames, Source, open_source
 from .geometry import Box, boxes_to_array, intersect_pairs
 from .names import Role, canonical_name
 from .planners.resolve import nearest
@@ -152,6 +152,15 @@ class Checkpoint(Mapping[str, StoredTensor]):
             checked_source(source, self._digests)
         self.stats = ReadStats()
 
+    def under(self, names: MappedNames) -> Checkpoint:
+        """This checkpoint under the names of another model family (q, k and v of a fused tensor, experts stacked ...). Nothing is read.
+
+        Raises SpecError: a name or shape that does not fit the map.
+        """
+        mapped = Checkpoint(names.apply(self._source), "off")
+        mapped._verify, mapped._digests = self._verify, self._digests
+        return mapped
+
     @property
     def source(self) -> Source:
         """The catalog and the store behind it."""
@@ -275,13 +284,15 @@ def open_checkpoint(
     *,
     prefer: Literal["ucp", "stock"] | None = None,
     verify: Verify = "covered",
+    names: MappedNames | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format where it lies. No tensor byte is read.
 
-    ``verify``: as for :class:`UCPStorageReader`; ``"strict"`` makes a slice read whole blocks.
+    ``verify`` and ``names``: as for :class:`UCPStorageReader`; ``verify="strict"`` makes a slice read whole blocks.
 
     Raises CheckpointNotFoundError, FormatError / CorruptCheckpointError (file named), ForeignSaveError (D4; see ``prefer``).
     """
     store = open_store(url, **dict(storage_options or {}))
-    return Checkpoint(open_source(store, prefer=prefer), verify)
+    checkpoint = Checkpoint(open_source(store, prefer=prefer), verify)
+    return checkpoint if names is None else checkpoint.under(names)

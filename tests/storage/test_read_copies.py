@@ -127,6 +127,7 @@ def test_any_box_into_any_destination(made, wanted, gap, verify, scratch, thread
             base = target._base if target._base is not None else target
             assert int((base == -7.0).sum()) == base.numel() - target.numel()
     assert stats.bytes_wanted <= sum(t.numel() * 4 for t in targets) and (len(targets) > 1 or stats.bytes_wanted == targets[0].numel() * 4)
+    assert 0 <= stats.bytes_verified <= stats.bytes_wanted
     if verify == "off":
         assert stats.bytes_verified == 0
     if not local:

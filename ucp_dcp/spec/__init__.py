@@ -3,6 +3,7 @@
 from .expr import Expr
 from .lint import Finding, lint
 from .model import Rule, StateSpec, Step, Variable, check_variables
+from .name_map import MappedTensor, NameMap, NamePlan, ready_name_maps
 from .names import NameGlob, Template
 from .parse import LayoutSpec, ready_specs
 
@@ -10,7 +11,10 @@ __all__ = [
     "Expr",
     "Finding",
     "LayoutSpec",
+    "MappedTensor",
     "NameGlob",
+    "NameMap",
+    "NamePlan",
     "Rule",
     "StateSpec",
     "Step",
@@ -18,5 +22,6 @@ __all__ = [
     "Variable",
     "check_variables",
     "lint",
+    "ready_name_maps",
     "ready_specs",
 ]

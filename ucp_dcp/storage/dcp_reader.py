@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import MissingKeysError, PlanError, UnsupportedError
-from ..formats import Source, open_source
+from ..formats import MappedNames, Source, open_source
 from ..planners.agree import guarded, portable
 from ..planners.load_planner import UCPLoadPlanner
 from ..planners.replicas import serialize_object
@@ -41,6 +41,7 @@ class UCPStorageReader(StorageReader):
             all objects; ``"strict"``: every byte loaded, for which whole blocks are read; ``"off"``.
         gap: holes between wanted bytes that are at most this many bytes wide may be read too, where that costs less or completes a
             block: at most as many bytes again as are wanted (but for holes below 512 bytes).
+        names: the tensors are wanted under the names of another model family (:class:`~ucp_dcp.formats.MappedNames`).
         storage_options: for :class:`~ucp_dcp.storage.local.LocalStore` (``threads``: how many read at once) or the fsspec filesystem.
     """
 
@@ -52,6 +53,7 @@ class UCPStorageReader(StorageReader):
         prefer: Literal["ucp", "stock"] | None = None,
         verify: Verify = "covered",
         gap: int = 4096,
+        names: MappedNames | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -62,6 +64,7 @@ class UCPStorageReader(StorageReader):
             raise PlanError(f"verify={verify!r}; expected 'covered', 'strict' or 'off'")
         self._verify: Verify = verify
         self._gap = gap
+        self._names = names
         self._options = dict(storage_options or {})
         self._source: Source | None = None
         self._digests: Digests | None = None
@@ -69,11 +72,17 @@ class UCPStorageReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # D18: no group, no open source travels
-        return {"_url": self._url, "_prefer": self._prefer, "_verify": self._verify, "_gap": self._gap, "_options": self._options}
+        kept = ("_url", "_prefer", "_verify", "_gap", "_names", "_options")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
-            state["_url"], prefer=state["_prefer"], verify=state["_verify"], gap=state["_gap"], storage_options=state["_options"]
+            state["_url"],
+            prefer=state["_prefer"],
+            verify=state["_verify"],
+            gap=state["_gap"],
+            names=state["_names"],
+            storage_options=state["_options"],
         )
 
     @property
@@ -121,6 +130,8 @@ class UCPStorageReader(StorageReader):
             self._digests = Digests(self._source)
             if self._verify != "off":
                 checked_source(self._source, self._digests)
+            if self._names is not None:  # behind the check: digests belong to files, which are the same
+                self._source = self._names.apply(self._source)
             metadata = ServedMetadata.of(self._source)
         except Exception as error:
             self._source = None
