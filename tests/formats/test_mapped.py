@@ -13,7 +13,7 @@ from counting_store import CountingStore
 from meshes import fresh_meshes
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ucp_dcp
 from ucp_dcp.errors import CorruptCheckpointError, MissingKeysError, SpecError
@@ -159,7 +159,7 @@ def load_elsewhere(rank: int, world: int, folder: str) -> list[str]:
     wanted: dict[str, torch.Tensor] = dict(zip("qkv", parts(weights()[QKV]), strict=True))
     with fresh_meshes():
         mesh = init_device_mesh("cpu", (2, world // 2))
-        placements = [Shard(1), Shard(0)] if rank % 2 == 0 or True else [Replicate(), Shard(0)]
+        placements = [Shard(1), Shard(0)]
         model = {
             f"model.layers.0.self_attn.{part}_proj.weight": distribute_tensor(torch.zeros_like(w), mesh, placements)
             for part, w in wanted.items()

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ..errors import UCPError
+from .progress import bar
 from .text import console, one_line, printable
 
-if TYPE_CHECKING:
-    from ..verification import Progress
-
 __all__ = ["verify"]
-
-
-@contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """A progress bar on standard error when that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verify", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def verify(
@@ -47,7 +27,7 @@ def verify(
     from ..verification import verify as run
 
     try:
-        with _bar() as progress:
+        with bar("verify") as progress:
             report = run(url, prefer=prefer, threads=threads, progress=progress)
     except BrokenPipeError:
         raise

@@ -18,7 +18,7 @@ import msgspec
 from ...errors import CorruptCheckpointError, UnsupportedError
 from ...storage.store import Store
 
-__all__ = ["Header", "HeaderTensor", "JsonObjects", "parse_header", "read_header"]
+__all__ = ["DTYPE_NAMES", "Header", "HeaderTensor", "JsonObjects", "parse_header", "read_header"]
 
 MAX_HEADER = 100_000_000
 """Bytes of a header at most: the limit of the safetensors library."""
@@ -52,6 +52,9 @@ _DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 64),
     "C64": ("complex64", 64),
 }
+
+DTYPE_NAMES: Mapping[str, str] = {ours: name for name, (ours, bits) in _DTYPES.items() if bits >= 8}
+"""Ours -> as a file calls it."""
 
 T = TypeVar("T")
 
