@@ -17,7 +17,6 @@ from ucp_dcp import export as module
 from ucp_dcp.cli.app import app
 from ucp_dcp.errors import PlanError, StoreError, StoreExistsError, UnsupportedError
 from ucp_dcp.export import export_safetensors
-from ucp_dcp.formats import MappedNames
 from ucp_dcp.storage.local import LocalStore
 
 ROOTS = {"model": "model", "optimizer": "optimizer"}
@@ -93,7 +92,7 @@ class Full(LocalStore):
 def test_what_exists_stays_and_failures_leave_nothing(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "model-00001-of-00002.safetensors").write_bytes(b"x")
-    with pytest.raises(StoreExistsError, match="holds model-00001-of-00002.safetensors already"):
+    with pytest.raises(StoreExistsError, match=r"holds model-00001-of-00002\.safetensors already"):
         export_safetensors(saved, tmp_path / "used")
     with pytest.raises(StoreError, match="no space"):
         export_safetensors(saved, Full(tmp_path / "full"), shard_size=50, config={})
