@@ -10,6 +10,7 @@ import pytest
 from ucp_dcp.storage.fsspec_store import FsspecStore
 from ucp_dcp.storage.local import LocalStore
 from ucp_dcp.storage.store import open_store
+from ucp_dcp.testing.crash import Disk, FaultyStore
 from ucp_dcp.testing.store_conformance import StoreConformance
 
 from .dictstore import DictStore
@@ -46,6 +47,33 @@ class TestObjectStore(StoreConformance):
     @pytest.fixture
     def store(self):
         return FsspecStore(ObjectFileSystem(bucket=uuid.uuid4().hex), "root")
+
+
+class TestCrashDisk(StoreConformance):
+    """The disk of the crash kit keeps the rules as long as nothing breaks."""
+
+    exclusive_put_threads = 1
+    concurrent = 0
+
+    @pytest.fixture
+    def store(self):
+        return Disk(self.concurrent).store()
+
+    def test_pickles(self):
+        pytest.skip("it has no place that a copy could share")
+
+
+class TestCrashDiskOfKnownSizes(TestCrashDisk):
+    concurrent = 4
+
+
+class TestFaultyLocal(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return FaultyStore(LocalStore(tmp_path, sync=False))
+
+    def test_pickles(self):
+        pytest.skip("it counts what is done in this process")
 
 
 class TestDict(StoreConformance):
