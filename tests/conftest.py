@@ -11,6 +11,8 @@ from hypothesis import settings
 from isolated import run_isolated
 from ranks import RankPool
 
+from ucp_dcp.testing.servers import Server, moto, seaweedfs
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "every combination, also where a covering part is tested otherwise (make test-thorough)"
@@ -45,6 +47,22 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS, started by the first test that asks for it, with a bucket named "bucket"."""
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The moto server, started by the first test that asks for it, with a bucket named "bucket"."""
+    with moto(tmp_path_factory.mktemp("moto")) as server:
+        server.make_bucket("bucket")
+        yield server
 
 
 @pytest.fixture
