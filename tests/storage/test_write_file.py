@@ -452,7 +452,7 @@ def test_writes_at_the_same_time_only_where_the_file_system_gains(tmp_path, monk
         return count
 
     monkeypatch.setattr(sized_file.os, "pwritev", slow)
-    monkeypatch.setattr(sized_file, "_one_at_a_time", lambda fd: exclusive)
+    monkeypatch.setattr(sized_file, "one_write_at_a_time", lambda fd: exclusive)
     expected, _ = put(LocalStore(tmp_path, threads=4), {"a": torch.arange(9 * MIB, dtype=torch.int32)})
     assert (tmp_path / "f").read_bytes() == expected
     assert (max(most) == 1) == exclusive
@@ -464,6 +464,6 @@ def test_file_systems_are_told_apart(monkeypatch):
     import tempfile
 
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        assert sized_file._one_at_a_time(file.fileno())
+        assert sized_file.one_write_at_a_time(file.fileno())
     with open("/proc/self/status", "rb") as file:
-        assert not sized_file._one_at_a_time(file.fileno())
+        assert not sized_file.one_write_at_a_time(file.fileno())

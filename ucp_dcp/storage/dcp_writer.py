@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -22,22 +23,21 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .._version import __version__
-from ..catalog import Catalog, CatalogBuilder, FileBlocks, FileRow, ObjectRow
+from ..catalog import Catalog, CatalogBuilder, FileRow, ObjectRow
 from ..dtypes import CODES, name_of
 from ..errors import PlanError, UnsupportedError
 from ..names import Role
 from ..planners.agree import guarded
 from ..planners.planned import Planned, PlannedMetadata
 from ..planners.save_planner import UCPSavePlanner, UCPStorageMeta
-from .blocks import write_digests
 from .commit import Begun, abandon, begin, check_visible, commit, new_generation
-from .file_layout import plan_file
+from .file_layout import plan_file, split_items
 from .index_file import write_index
 from .manifest import Manifest
 from .staging import LazyTensor, TensorPayloads
 from .stock_metadata import stock_metadata_bytes
 from .store import Store, open_store
-from .write_file import write_file
+from .write_file import FileJob, write_files
 
 __all__ = ["UCPStorageWriter"]
 
@@ -50,22 +50,21 @@ _STOCK_VERSION = "1.0.0"  # what DCP's own FileSystemWriter puts into Metadata.v
 class RankResult:
     """What one rank wrote.
 
-    ``offset``, ``length``: of each item's first byte in the file and of the whole item; ``payload``: of its first element.
-    ``blocks``: where the digests of the file are, None without digests.
+    ``files``: its files, with where their digests are. ``edges``: the first item of each file, and the number of items.
+    ``offset``, ``length``: of each item's first byte in its file and of the whole item; ``payload``: of its first element.
     """
 
     rank: int
-    path: str
-    size: int
+    files: list[FileRow]
+    edges: list[int]
     offset: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
     payload: npt.NDArray[np.int64]
-    blocks: FileBlocks | None
 
     @property
-    def row(self) -> FileRow:
-        """The file, for the index."""
-        return FileRow(self.path, self.size, self.blocks)
+    def file(self) -> npt.NDArray[np.int32]:
+        """For each item, which of the files it is in."""
+        return np.repeat(np.arange(len(self.files), dtype=np.int32), np.diff(self.edges))
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,8 @@ class UCPStorageWriter(StorageWriter):
         grace: seconds that a replaced checkpoint stays readable for those who opened it before; the next save after that deletes it. 0
             deletes it at once: one copy on the disk instead of two, and readers that are inside fail.
         digests: write a digest of each MiB of the data files, so that a load can tell damage. They cost up to a fifth of the CPU time.
-        storage_options: for the fsspec filesystem; for local paths ``sync=False`` skips fsync, ``threads=`` says how many write.
+        storage_options: for the fsspec filesystem; for local paths ``sync=False`` skips fsync, ``threads=`` says how many write,
+            ``files=`` into how many files at most (default: one per thread where that helps; each has at least 64 MiB).
 
     A save needs at most 17 MiB per thread (at most 4 threads unless told otherwise) beside the state, whatever its size.
     """
@@ -193,25 +193,25 @@ class UCPStorageWriter(StorageWriter):
 
     @guarded
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items into one file of the new generation; durable on return."""
+        """Write this rank's items into a few files of the new generation; durable on return."""
         order = plan.storage_data
         if not isinstance(order, _Order):
             raise PlanError(f"write_data got {type(order).__name__} instead of this writer's order")
-        path = f"{order.generation}/__{order.rank}_0.distcp"
         results: list[Any] = []
         if isinstance(planner, UCPSavePlanner):
-            result = _write(self._store, path, order, list(planner.payloads()), list(planner.object_payloads()))
+            result = _write(self._store, order, list(planner.payloads()), list(planner.object_payloads()))
             results = [result] if result is not None else []
         else:
-            # beside the one row for the file, a row for each item: only its planner knows what they are
+            # beside the one row for all files, a row for each item: only its planner knows what they are
             tensors, objects = _foreign_items(plan, planner)
-            result = _write(self._store, path, order, tensors, objects)
+            result = _write(self._store, order, tensors, objects)
             if result is not None:
-                rows = zip(result.offset.tolist(), result.length.tolist(), result.payload.tolist(), strict=True)
+                paths = [result.files[f].path for f in result.file.tolist()]
+                rows = zip(paths, result.offset.tolist(), result.length.tolist(), result.payload.tolist(), strict=True)
                 stored = [(index, name_of(tensor.dtype)) for index, tensor in tensors] + [(index, "") for index, _ in objects]
                 results = [
                     result,
-                    *(WriteResult(i, row[1], (path, *row, dtype)) for (i, dtype), row in zip(stored, rows, strict=True)),
+                    *(WriteResult(i, row[2], (*row, dtype)) for (i, dtype), row in zip(stored, rows, strict=True)),
                 ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -244,7 +244,9 @@ class UCPStorageWriter(StorageWriter):
 
     def _check_generation(self, results: list[list[Any]]) -> None:
         """Two saves at once with one writer (a second async_save before the first is done) must not share a manifest."""
-        paths = {r.path if isinstance(r, RankResult) else r.storage_data[0] for part in results for r in part}
+        paths: set[str] = set()
+        for result in (r for part in results for r in part):
+            paths.update([row.path for row in result.files] if isinstance(result, RankResult) else [result.storage_data[0]])
         if not self._generation or any(not path.startswith(f"{self._generation}/") for path in paths):
             raise PlanError(
                 f"{self._store.url}: this UCPStorageWriter was used for another save while this one was under way; nothing was committed. "
@@ -264,12 +266,14 @@ class UCPStorageWriter(StorageWriter):
 
     def _finish_planned(self, planned: Planned, results: list[list[Any]]) -> tuple[Catalog, bytes | None]:
         by_rank: dict[int, RankResult] = {r.rank: r for part in results for r in part}
-        ranks = sorted(by_rank)
-        files = [by_rank[r].row for r in ranks]
-        file_of_rank = np.full(planned.world, -1, dtype=np.int32)
-        file_of_rank[ranks] = np.arange(len(ranks))
+        files: list[FileRow] = []
+        first: dict[int, int] = {}  # rank -> number of its first file
+        for rank in sorted(by_rank):
+            first[rank] = len(files)
+            files += by_rank[rank].files
         chunks = len(planned.owner)
         start, length, payload = (np.zeros(chunks, dtype=np.int64) for _ in range(3))
+        file = np.full(chunks, -1, dtype=np.int32)
         order = np.argsort(planned.owner, kind="stable")
         edges = np.searchsorted(planned.owner[order], np.arange(planned.world + 1))
         taken = dict.fromkeys(range(planned.world), 0)
@@ -280,6 +284,7 @@ class UCPStorageWriter(StorageWriter):
                 result = by_rank[rank]
                 start[mine], length[mine] = result.offset[: len(mine)], result.length[: len(mine)]
                 payload[mine] = result.payload[: len(mine)]
+                file[mine] = first[rank] + result.file[: len(mine)]
         objects = []
         for entry, rank in planned.objects:
             result, at = by_rank[rank], taken[rank]
@@ -291,7 +296,7 @@ class UCPStorageWriter(StorageWriter):
                     fqn=entry.key,
                     state="",
                     path=tuple(entry.path),
-                    file=int(file_of_rank[rank]),
+                    file=first[rank] + int(result.file[at]),
                     offset=int(result.offset[at]),
                     length=int(result.length[at]),
                     encoding="torch_save",
@@ -300,17 +305,17 @@ class UCPStorageWriter(StorageWriter):
             )
         if planned.tied:
             planned, written = planned.with_tied()
-            start, length, payload = start[written], length[written], payload[written]
-        catalog = _catalog_of(planned, files, file_of_rank[planned.owner], payload, objects)
+            start, length, payload, file = start[written], length[written], payload[written], file[written]
+        catalog = _catalog_of(planned, files, file, payload, objects)
         if not self.stock_metadata:
             return catalog, None
         stock = stock_metadata_bytes(
             planned,
-            file_of_rank[planned.owner].tolist(),
+            file.tolist(),
             start.tolist(),
             length.tolist(),
             [(row.key, row.file, row.offset, row.length) for row in objects],
-            [file.path for file in files],
+            [row.path for row in files],
             StorageMeta(checkpoint_id=self._where, save_id=self._save_id),
             _STOCK_VERSION,
         )
@@ -321,7 +326,8 @@ class UCPStorageWriter(StorageWriter):
         where = {r.index: r.storage_data for part in results for r in part if not isinstance(r, RankResult)}
         builder = CatalogBuilder()
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        files = sorted((r.row for part in results for r in part if isinstance(r, RankResult)), key=lambda row: row.path)
+        files = [row for part in results for r in part if isinstance(r, RankResult) for row in r.files]
+        files.sort(key=lambda row: row.path)
         file_ids = {row.path: builder.add_file(row.path, row.size, row.blocks) for row in files}
         for key, entry in metadata.state_dict_metadata.items():
             path = tuple(paths.get(key, (key,)))
@@ -398,21 +404,37 @@ def _foreign_items(plan: SavePlan, planner: SavePlanner) -> tuple[list[tuple[Any
     return [(i.index, LazyTensor(partial(resolve, i))) for i in tensors], [(i.index, resolve_bytes(i)) for i in objects]
 
 
+_FILE = 64 << 20
+"""Bytes of payload below which a further data file is not worth its fsyncs."""
+
+
 def _write(
     store: Store,
-    path: str,
     order: _Order,
     tensors: Sequence[tuple[Any, torch.Tensor | LazyTensor]],
     objects: Sequence[tuple[Any, bytes]],
 ) -> RankResult | None:
-    """Write all items of a rank into one file, and its sidecar; None when there is none (then no file is made)."""
+    """Write all items of a rank, and the sidecars of its files; None when there is no item (then no file is made).
+
+    Items stay in order; each file has a run of them. Where the kernel lets one write into a file at a time, threads that share a file
+    wait for each other.
+    """
     if not tensors and not objects:
         return None
-    payloads = TensorPayloads([t for _, t in tensors], [data for _, data in objects], [name for name, _ in tensors])
-    layout = plan_file(payloads.items, payloads.sizes, framed=order.stock)
-    digests = write_file(store, path, layout, payloads, digests=order.digests)
-    blocks = write_digests(store, path, digests) if digests is not None else None
-    return RankResult(order.rank, path, layout.size, layout.offset, layout.length, layout.payload, blocks)
+    sizes = [tensor.nbytes for _, tensor in tensors] + [len(data) for _, data in objects]
+    most = getattr(store, "parallel_files", 1)  # a store that says nothing takes one
+    edges = split_items(sizes, max(1, min(most, sum(sizes) // _FILE)))
+    jobs: list[FileJob] = []
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
+        own, rest = tensors[low:high], objects[max(low - len(tensors), 0) : max(high - len(tensors), 0)]
+        payloads = TensorPayloads([t for _, t in own], [data for _, data in rest], [name for name, _ in own])
+        layout = plan_file(payloads.items, payloads.sizes, framed=order.stock)
+        jobs.append(FileJob(f"{order.generation}/__{order.rank}_{number}.distcp", layout, payloads))
+    rows = write_files(store, jobs, digests=order.digests)
+    offset, length, payload = (
+        np.concatenate(columns) for columns in zip(*((j.layout.offset, j.layout.length, j.layout.payload) for j in jobs), strict=True)
+    )
+    return RankResult(order.rank, rows, edges, offset, length, payload)
 
 
 def _catalog_of(

@@ -20,7 +20,7 @@ from .framing import ALIGNMENT, Frame, tensor_frame
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["FileLayout", "Part", "plan_file"]
+__all__ = ["FileLayout", "Part", "plan_file", "split_items"]
 
 _Int64 = npt.NDArray[np.int64]
 
@@ -117,6 +117,20 @@ class FileLayout:
             if len(self._glue) < 4096:
                 self._glue[key] = found
         return found
+
+
+def split_items(nbytes: Sequence[int], files: int) -> list[int]:
+    """Cut items, kept in order, into files of about the same size: the first item of each file, and the number of items.
+
+    Every file has an item; there are fewer files than asked for where items are few or large.
+    """
+    size = np.asarray(nbytes, dtype=np.int64)
+    if not len(size):
+        return [0]
+    reach = np.cumsum(size)
+    # an item goes where its middle lies
+    edges = np.searchsorted(2 * reach - size, [2 * int(reach[-1]) * k // files for k in range(1, files)])
+    return sorted({0, len(size), *edges.tolist()})
 
 
 def plan_file(tensors: Sequence[tuple[str, tuple[int, ...]]], objects: Sequence[int], *, framed: bool) -> FileLayout:

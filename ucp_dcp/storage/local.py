@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import CorruptCheckpointError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
 from ..paths import checked_path
-from .sized_file import SizedFile, reserve
+from .sized_file import SizedFile, one_write_at_a_time, reserve
 from .store import Entry, Range, byte_view, target_views
 
 if TYPE_CHECKING:
@@ -42,14 +42,24 @@ class LocalStore:
     cannot make us read or write other files; ``links_outside=True`` allows *reading* through such links (caches that link each file to
     a shared pool). Links are resolved before a file is opened: this protects against hostile content, not against somebody
     who changes the folder at the same time. ``threads``: how many a
-    load reads and a save writes with (default: the cores of this process, at most 4).
+    load reads and a save writes with (default: the cores of this process, at most 4). ``files``: how many data files a rank writes at
+    the same time, at most (default: one per thread on file systems that let one write into a file at a time, else one).
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, sync: bool = True, links_outside: bool = False, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        sync: bool = True,
+        links_outside: bool = False,
+        threads: int | None = None,
+        files: int | None = None,
+    ) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self.sync = sync
         self.links_outside = links_outside
         self.threads = threads
+        self.files = files
 
     @property
     def url(self) -> str:
@@ -174,6 +184,28 @@ class LocalStore:
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def _writers(self) -> int:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.threads or min(4, cores)
+
+    @property
+    def parallel_files(self) -> int:
+        """Files that are best written at the same time. Where one write at a time goes into a file, threads need one each."""
+        if self.files is not None:
+            return max(1, self.files)
+        folder = self.root
+        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+            folder = os.path.dirname(folder)  # the root is made by the first write
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return 1  # whoever writes there will say what is wrong
+        try:
+            return self._writers if one_write_at_a_time(fd) else 1
+        finally:
+            os.close(fd)
+
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[_LocalWriter]:
         """See :meth:`Store.create`. The file has its final name from the start; generations are named only after they are complete."""
@@ -202,8 +234,7 @@ class LocalStore:
         fd, full = self._create_new(path)
         try:
             reserve(fd, size, path)
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            file = SizedFile(fd, path, size, concurrent=self.threads or min(4, cores))
+            file = SizedFile(fd, path, size, concurrent=self._writers)
             yield file
             file.check_complete()
             try:

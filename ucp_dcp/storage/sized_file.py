@@ -16,7 +16,7 @@ from ..errors import StoreError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["SizedFile", "reserve"]
+__all__ = ["SizedFile", "one_write_at_a_time", "reserve"]
 
 _VECTOR = 1024
 """Buffers per pwritev call (IOV_MAX of Linux)."""
@@ -39,13 +39,44 @@ def _find(name: str, *arguments: Any) -> ctypes._NamedFuncPointer | None:
 _fallocate = _find("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _fstatfs = _find("fstatfs", ctypes.c_int, ctypes.c_void_p)
 
+# f_type of statfs: ext2/3/4, XFS, tmpfs, btrfs take an exclusive lock of the file for each buffered write.
+_TMPFS = 0x01021994
+_LOCKING = {0xEF53, 0x58465342, _TMPFS, 0x9123683E}
+
+
+def _kind(fd: int) -> int:
+    """f_type of the file system of an open file or folder; 0 where it is not known."""
+    if _fstatfs is None:
+        return 0
+    about = (ctypes.c_long * 32)()  # struct statfs has 120 bytes on 64-bit Linux; its first field is f_type
+    return int(about[0]) & 0xFFFFFFFF if _fstatfs(fd, ctypes.byref(about)) == 0 else 0
+
+
+def one_write_at_a_time(fd: int) -> bool:
+    """Whether the file lies where the kernel is known to let one write into a file at a time.
+
+    Network file systems may gain from writes at the same time.
+    """
+    return _kind(fd) in _LOCKING
+
 
 def reserve(fd: int, size: int, path: str) -> None:
     """Reserve the place of an open file where the file system can, else do nothing.
 
+    In memory (tmpfs) it is only asked whether there is room: to reserve it means to take each page, in this one thread, which the
+    writes of several threads do as well (measured: 0.31 s instead of 0.22 s for 512 MiB in two files).
+
     Raises StoreError when there is no room (ENOSPC), the quota is used up, or the disk fails.
     """
-    if _fallocate is None or size == 0:
+    if size == 0:
+        return
+    memory = _kind(fd) == _TMPFS
+    if memory:
+        about = os.fstatvfs(fd)
+        if about.f_blocks and about.f_bavail * about.f_frsize < size:  # no blocks at all: no limit
+            free = about.f_bavail * about.f_frsize
+            raise StoreError(f"{path}: there is no place for its {size} bytes: {free} bytes are free in this file system in memory")
+    if memory or _fallocate is None:
         return
     while _fallocate(fd, 0, 0, size) != 0:
         number = ctypes.get_errno()
@@ -53,18 +84,6 @@ def reserve(fd: int, size: int, path: str) -> None:
             return
         if number != errno.EINTR:
             raise StoreError(f"{path}: there is no place for its {size} bytes: {os.strerror(number)}")
-
-
-# f_type of statfs: ext2/3/4, XFS, tmpfs, btrfs take an exclusive lock of the file for each buffered write.
-_LOCKING = {0xEF53, 0x58465342, 0x01021994, 0x9123683E}
-
-
-def _one_at_a_time(fd: int) -> bool:
-    """Whether the file lies on a file system of which it is known. Network file systems may gain from writes at the same time."""
-    if _fstatfs is None:
-        return False
-    about = (ctypes.c_long * 32)()  # struct statfs has 120 bytes on 64-bit Linux; its first field is f_type
-    return _fstatfs(fd, ctypes.byref(about)) == 0 and about[0] & 0xFFFFFFFF in _LOCKING
 
 
 class SizedFile:
@@ -78,7 +97,7 @@ class SizedFile:
         self._written = 0
         self._lock = threading.Lock()
         # One write at a time where the kernel lets only one into a file anyway: threads that wait here sleep (or digest), there they spin.
-        self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time(fd) else nullcontext()
+        self._turn: AbstractContextManager[object] = threading.Lock() if one_write_at_a_time(fd) else nullcontext()
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """See :meth:`PositionalWriter.write_at`."""

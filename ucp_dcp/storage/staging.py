@@ -107,7 +107,7 @@ class LazyTensor:
         self._written = 0
         tensor = resolve()
         self.dtype, self.shape, self.device, self.is_cpu = tensor.dtype, tensor.shape, tensor.device, tensor.is_cpu
-        self._nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.numel() * tensor.element_size()
 
     def get(self) -> torch.Tensor:
         """The tensor."""
@@ -125,7 +125,7 @@ class LazyTensor:
         """So many bytes more are written."""
         with self._lock:
             self._written += nbytes
-            if self._written >= self._nbytes:
+            if self._written >= self.nbytes:
                 self._tensor = None
 
 

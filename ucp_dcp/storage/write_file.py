@@ -1,6 +1,6 @@
-"""Writes one rank's data file: bytes go from where they are to their place in the file, digested on the way, by a few threads.
+"""Writes the data files of one rank: bytes go from where they are to their place in the file, digested on the way, by a few threads.
 
-The file is cut into slices of whole blocks. A thread takes the next slice, has those of its payloads brought to the host that do not lie
+A file is cut into slices of whole blocks. A thread takes the next slice, has those of its payloads brought to the host that do not lie
 in memory as the file wants them (two buffers per thread, so that the next slice is copied while this one is written), and then, block by
 block, digests the bytes and writes them: the second finds them in the cache of the first. Memory, whatever the size of the state: per
 thread two buffers of ``SLICE`` bytes and one of ``BLOCK``. What lies ready in memory is not copied, but for small pieces, which are joined.
@@ -8,23 +8,28 @@ thread two buffers of ``SLICE`` bytes and one of ``BLOCK``. What lies ready in m
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from .blocks import BLOCK, U64, block_count, block_digest
+from ..catalog import FileRow
+from ..errors import StoreError
+from .blocks import BLOCK, U64, block_count, block_digest, sidecar_of, write_digests
 from .file_layout import FileLayout, Part
 from .store import PositionalWriter, Store, create_sized
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["SLICE", "Payloads", "Stager", "write_file"]
+__all__ = ["SLICE", "FileJob", "Payloads", "Stager", "write_file", "write_files"]
 
 SLICE = 8 << 20
 """Bytes that a thread takes at once; a store with larger parts makes it larger."""
@@ -58,23 +63,111 @@ class Payloads(Protocol):
         ...
 
 
-def write_file(store: Store, path: str, layout: FileLayout, payloads: Payloads, *, digests: bool = True) -> npt.NDArray[np.uint64] | None:
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """A file to write."""
+
+    path: str
+    layout: FileLayout
+    payloads: Payloads
+
+
+def write_files(store: Store, jobs: Sequence[FileJob], *, digests: bool = True) -> list[FileRow]:
+    """Write files at the same time, each with its sidecar; all durable on return.
+
+    A file has a thread of its own, and more only where there are fewer files than the store takes writes at once. Raises as
+    :func:`write_file` does; the first error of any thread ends the others, and no file is left.
+    """
+    stop = threading.Event()
+    complete: list[str] = []
+    rows: dict[str, FileRow] = {}
+
+    def one(job: FileJob) -> None:
+        found = write_file(store, job.path, job.layout, job.payloads, digests=digests, share=len(jobs), stop=stop)
+        complete.append(job.path)
+        rows[job.path] = FileRow(job.path, job.layout.size, write_digests(store, job.path, found) if found is not None else None)
+
+    try:
+        if len(jobs) == 1:
+            one(jobs[0])
+        else:
+            _together([partial(one, job) for job in jobs], stop)
+    except BaseException:
+        # the file that failed is gone already; those that were complete before belong to no checkpoint either
+        for path in complete:
+            with contextlib.suppress(StoreError):
+                store.delete(path, sidecar_of(path))
+        raise
+    return [rows[job.path] for job in jobs]
+
+
+def write_file(
+    store: Store,
+    path: str,
+    layout: FileLayout,
+    payloads: Payloads,
+    *,
+    digests: bool = True,
+    share: int = 1,
+    stop: threading.Event | None = None,
+) -> npt.NDArray[np.uint64] | None:
     """Write all bytes of a file; durable on return. Returns the digest of each block, None without ``digests``.
+
+    ``share``: files that are being written at the same time and share the threads. ``stop``: set when another of them failed.
 
     Raises StoreError naming the file, and whatever ``payloads`` raise; the first error of any thread ends the others, and the file is gone.
     """
     found = np.zeros(block_count(layout.size), dtype=U64) if digests else None
     with create_sized(store, path, layout.size) as file:
-        run = _Run(file, layout, payloads, found)
+        run = _Run(file, layout, payloads, found, share, stop if stop is not None else threading.Event())
         if run.workers == 1:
             run.work()
         else:
-            run.threaded()
+            _together([run.work] * run.workers, run.stop)
     return found
 
 
+def _together(tasks: Sequence[Callable[[], None]], stop: threading.Event) -> None:
+    """Each in a thread of its own. Returns, or raises the first error, when none of them is running any more.
+
+    ``stop`` is set at the first error: the tasks look at it.
+    """
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=guarded, args=(task,), name=f"ucp-write-{i}", daemon=True) for i, task in enumerate(tasks)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+        for thread in started:
+            thread.join()
+    except BaseException:
+        stop.set()  # an interrupt: the file must not be closed under the feet of a thread
+        for thread in started:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
 class _Run:
-    def __init__(self, file: PositionalWriter, layout: FileLayout, payloads: Payloads, digests: npt.NDArray[np.uint64] | None) -> None:
+    def __init__(
+        self,
+        file: PositionalWriter,
+        layout: FileLayout,
+        payloads: Payloads,
+        digests: npt.NDArray[np.uint64] | None,
+        share: int,
+        stop: threading.Event,
+    ) -> None:
         self._file, self._layout, self._payloads, self._digests = file, layout, payloads, digests
         self._unit = file.part_size or BLOCK
         if self._unit % BLOCK:
@@ -82,34 +175,8 @@ class _Run:
         self._slice = max(SLICE // self._unit, 1) * self._unit
         slices = -(-layout.size // self._slice)
         self._pending = deque(range(0, layout.size, self._slice))
-        self.workers = max(1, min(file.concurrent, slices))
-        self._errors: list[BaseException] = []
-        self._stop = threading.Event()
-
-    def threaded(self) -> None:
-        """Work in several threads. Returns or raises when none of them is running any more."""
-        threads = [threading.Thread(target=self._guarded, name=f"ucp-write-{i}", daemon=True) for i in range(self.workers)]
-        started = []
-        try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            for thread in started:
-                thread.join()
-        except BaseException:
-            self._stop.set()  # an interrupt: the file must not be closed under the feet of a thread
-            for thread in started:
-                thread.join()
-            raise
-        if self._errors:
-            raise self._errors[0]
-
-    def _guarded(self) -> None:
-        try:
-            self.work()
-        except BaseException as error:
-            self._errors.append(error)
-            self._stop.set()
+        self.workers = max(1, min(file.concurrent // share, slices))
+        self.stop = stop
 
     def work(self) -> None:
         """Take slices until there is none."""
@@ -117,7 +184,7 @@ class _Run:
         slot = 0
         write: Callable[[], None] | None = None
         try:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 following = self._staged(stager, slot)
                 if write is not None:
                     write()
@@ -149,7 +216,7 @@ class _Run:
         at = start
         unit: list[Buffer] = []
         for block in _cut(buffers, BLOCK):
-            if self._stop.is_set():
+            if self.stop.is_set():
                 return
             size = sum(map(len, block))  # type: ignore[arg-type]
             # a block of one tensor is the rule where bytes are many, and many pieces where tensors are small
