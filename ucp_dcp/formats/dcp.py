@@ -22,7 +22,7 @@ from ..storage.store import Store
 from .dcp_items import ItemCache
 from .source import Located, Source
 
-__all__ = ["METADATA", "DcpSource", "catalog_from_metadata", "open_dcp"]
+__all__ = ["METADATA", "DcpSource", "catalog_from_metadata", "open_dcp", "read_metadata"]
 
 METADATA = ".metadata"
 PLANNER_DATA_KEY = "ucp_dcp"
@@ -49,18 +49,28 @@ class DcpSource(Source):
         return self._items.locate(self.catalog, self.store, np.asarray(chunks, dtype=np.int64))
 
 
-def open_dcp(store: Store) -> DcpSource:
-    """Open the stock checkpoint of a store.
+def read_metadata(store: Store, prefix: str = "") -> Stub:
+    """``.metadata`` in folder ``prefix`` of a store as an inert object: DCP's class, or that of megatron-core 0.15.
+
+    Raises UnsafePickleError when it asks for anything to be run, FormatError when it is something else, StoreError.
+    """
+    what = f"{prefix}{METADATA} in {store.url}"
+    metadata = loads(store.read(prefix + METADATA), what=what, stubs=_stand_in, inert_unknown=True, max_size=_MAX_METADATA)
+    if not isinstance(metadata, Stub) or metadata.name not in ("Metadata", "MCoreMetadata"):
+        raise FormatError(f"{what}: holds a {type(metadata).__name__}, expected torch.distributed.checkpoint's Metadata")
+    return metadata
+
+
+def open_dcp(store: Store, prefix: str = "", metadata: Stub | None = None) -> DcpSource:
+    """Open the stock checkpoint in folder ``prefix`` of a store (``metadata``: what :func:`read_metadata` returned for it).
 
     Raises UnsafePickleError when ``.metadata`` asks for anything to be run, CorruptCheckpointError naming the tensor or file that does not
     fit, StoreError.
     """
-    what = f"{METADATA} in {store.url}"
-    metadata = loads(store.read(METADATA), what=what, stubs=_stand_in, inert_unknown=True, max_size=_MAX_METADATA)
-    if not isinstance(metadata, Stub) or metadata.name != "Metadata":
-        raise FormatError(f"{what}: holds a {type(metadata).__name__}, expected torch.distributed.checkpoint's Metadata")
-    infos = _storage_infos(_field(metadata, "storage_data"), what)
-    sizes = _file_sizes(store, {path for path, _, _ in infos.values()})
+    what = f"{prefix}{METADATA} in {store.url}"
+    metadata = read_metadata(store, prefix) if metadata is None else metadata
+    infos = _storage_infos(_field(metadata, "storage_data"), what, prefix)
+    sizes = _file_sizes(store, {path for path, _, _ in infos.values()}, prefix)
     lengths: list[int] = []
 
     def place(key: str, offset: tuple[int, ...] | None, nbytes: int) -> tuple[str, int, int]:
@@ -116,7 +126,7 @@ def _ints(value: Any, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _storage_infos(data: Any, what: str) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
+def _storage_infos(data: Any, what: str, prefix: str) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
     """(key, offset) -> (path, start, length) of every item."""
     if not isinstance(data, dict):
         raise UnsupportedError(
@@ -139,14 +149,14 @@ def _storage_infos(data: Any, what: str) -> dict[tuple[str, tuple[int, ...] | No
         place = (key, None if offset is None else _ints(offset, f"{what}: an offset of {key!r}"))
         if place in infos:
             raise CorruptCheckpointError(f"{what}: two items for {key!r} at {offset}")
-        infos[place] = (path, start, length)
+        infos[place] = (prefix + path, start, length)
     return infos
 
 
-def _file_sizes(store: Store, paths: set[str]) -> dict[str, int]:
+def _file_sizes(store: Store, paths: set[str], prefix: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     if len(paths) > _FEW_FILES:  # one listing instead of a request per file
-        sizes = {entry.path: entry.size for entry in store.list("") if entry.path in paths}
+        sizes = {entry.path: entry.size for entry in store.list(prefix) if entry.path in paths}
     for path in sorted(paths - set(sizes)):
         try:
             sizes[path] = store.size(path)

@@ -12,6 +12,7 @@ from ..storage.manifest import MANIFEST
 from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
 from .deepspeed import find_folder, find_universal, list_tags, open_deepspeed, open_universal
+from .megatron_core import find_iteration, is_megatron_core, open_megatron_core
 from .safetensors import at_file, find_safetensors, open_safetensors
 from .source import Source
 from .ucp import open_ucp
@@ -41,8 +42,9 @@ def open_source(
 
     Args:
         url: ours (a folder with ``ucp.json``), stock DCP (``.metadata``), DeepSpeed (a folder with ``latest``, or a tag folder),
-            safetensors (a file, or a folder of them).
-        prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``.
+            safetensors (a file, or a folder of them), megatron-core (an ``iter_*`` folder with ``metadata.json``, or the folder above).
+        prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``; a torch_dist checkpoint of megatron-core
+            with ``"stock"`` is the DCP checkpoint that it is on disk, with Megatron's keys.
         tag: which tag of a DeepSpeed folder; default is what ``latest`` names, then what ``latest_universal`` names.
         parse_all: how files of a checkpoint that has many are parsed; the default parses them one after the other.
 
@@ -56,6 +58,9 @@ def open_source(
         assert found is not None
         return open_safetensors(file[0], found, parse_all or parse_alone)
     foreign = prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA)
+    iteration = find_iteration(store) if tag is None and foreign else None
+    if iteration is not None and is_megatron_core(store, iteration):
+        return open_megatron_core(store, iteration)
     universal = find_universal(store, tag) if tag is not None or foreign else None
     if universal is not None:
         return open_universal(store, universal, parse_all or parse_alone)
@@ -65,6 +70,8 @@ def open_source(
         folder = find_folder(store, tag)
     else:
         manifest = open_root(store, prefer)
+        if manifest is None and prefer is None and is_megatron_core(store):
+            return open_megatron_core(store)
         return open_dcp(store) if manifest is None else open_ucp(store, manifest)
     if folder is None:
         files = find_safetensors(store)

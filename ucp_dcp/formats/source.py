@@ -35,6 +35,8 @@ class Source:
         store: the bytes; paths of ``catalog.files`` are paths of this store.
         format: ``"ucp"``, ``"dcp"``, ``"deepspeed"``.
         provenance: what is known of the writer, plain values.
+        doubt: why optimizer state may be wrong although nothing is damaged, a known fault of the writer; "" for none. A load then
+            compares the masters of what it loads with the weights.
     """
 
     def __init__(self, catalog: Catalog, store: Store, format: str, provenance: Mapping[str, Any] | None = None) -> None:
@@ -42,6 +44,7 @@ class Source:
         self.store = store
         self.format = format
         self.provenance: dict[str, Any] = dict(provenance or {})
+        self.doubt = ""
 
     def __repr__(self) -> str:
         return f"<{self.format} checkpoint at {self.store.url}: {self.catalog.n_tensors} tensors, {self.catalog.n_chunks} chunks>"
