@@ -21,6 +21,7 @@ __all__ = [
     "ReplicaMismatchError",
     "ShapeMismatchError",
     "SpecError",
+    "StoreChangedError",
     "StoreError",
     "StoreExistsError",
     "StoreNotFoundError",
@@ -100,6 +101,10 @@ class StoreError(UCPError, OSError):
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
     """A path does not exist in a store."""
+
+
+class StoreChangedError(StoreError):
+    """A file of a store was replaced while it was being read."""
 
 
 class StoreExistsError(StoreError, FileExistsError):

@@ -146,7 +146,7 @@ class Store(Protocol):
         ...
 
     def delete(self, *paths: str) -> None:
-        """Delete files, durably, in the order given. A file that is missing is no error."""
+        """Delete files, durably, the first one before all others. A file that is missing is no error."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -155,13 +155,16 @@ class Store(Protocol):
 
 
 def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
-    """The store at a plain path, a ``file://`` URL, ``memory://`` or any URL that fsspec knows.
+    """The store at a plain path, a ``file://`` URL, ``s3://``, ``memory://`` or any URL that fsspec knows.
 
-    ``options`` go to :class:`~ucp_dcp.storage.local.LocalStore` for local paths, else to the fsspec filesystem (its "storage
-    options"). A store is returned as it is. Nothing is created or contacted. Raises UnsupportedError for an unknown protocol.
+    ``options`` go to :class:`~ucp_dcp.storage.local.LocalStore` for local paths; for ``s3://`` they are those of s3fs and of
+    :class:`~ucp_dcp.storage.object_store.Options`; else they go to the fsspec filesystem (its "storage options").
+    ``client="obstore"`` takes obstore, for ``s3://``, ``gs://`` and ``az://``; ``client="s3fs"`` takes s3fs itself. A store is returned as
+    it is. Nothing is created or contacted. Raises UnsupportedError for an unknown protocol.
     """
     from .fsspec_store import FsspecStore
     from .local import LocalStore
+    from .object_store import open_object_store
 
     if not isinstance(url, (str, os.PathLike)):
         if options:
@@ -170,7 +173,10 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     text = os.fspath(url)
     protocol, separator, rest = text.partition("://")
     if "::" in text or (separator and protocol not in ("file", "local")):
-        return FsspecStore.from_url(text, **options)
+        client = options.get("client")
+        if "::" not in text and client != "s3fs" and (protocol in ("s3", "s3a") or client is not None):
+            return open_object_store(text, options)
+        return FsspecStore.from_url(text, **{name: value for name, value in options.items() if name != "client"})
     return LocalStore(rest if separator else text, **options)
 
 

@@ -22,6 +22,7 @@ from ...errors import CorruptCheckpointError, FormatError, StoreNotFoundError
 from ...paths import checked_path
 from ...storage.fsspec_store import FsspecStore
 from ...storage.local import LocalStore
+from ...storage.object_store import ObjectStore
 from ...storage.store import Store
 from .header import MAX_HEADER, JsonObjects
 
@@ -47,11 +48,11 @@ class SafetensorsFiles:
 
 def at_file(store: Store) -> tuple[Store, str] | None:
     """The folder and the name of the file, when the URL of ``store`` is that of a safetensors file or index; None for a folder."""
-    if not isinstance(store, LocalStore | FsspecStore) or not store.root.endswith((SUFFIX, INDEX_SUFFIX)):
+    if not isinstance(store, LocalStore | FsspecStore | ObjectStore) or not store.root.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
     root, _, name = store.root.rpartition("/")
     folder = copy.copy(store)
-    folder.root = root if root or isinstance(store, FsspecStore) else "/"
+    folder.root = root if root or not isinstance(store, LocalStore) else "/"
     try:
         folder.size(name)
     except StoreNotFoundError:
