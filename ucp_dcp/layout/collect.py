@@ -19,9 +19,9 @@ from ..names import Role
 from ..patterns import FlatBuffer, Replicate, Unique
 from ..spec import StateSpec
 from . import views
-from .dtensor import OwnGeometry, is_distributed, own_geometry, world_size
+from .dtensor import OwnGeometry, is_distributed, is_own_class, own_geometry, world_size
 from .flat_buffer import BufferPlan, Param, plan_buffer
-from .flatten import Leaf, dotted, flatten
+from .flatten import Leaf, dotted, flatten, visit
 from .fragment import Collected, Fragment, ObjectLeaf, Padding, Path
 from .layout import Bound, Layout, check_roots, resolve_steps
 from .local_names import LocalNames
@@ -57,6 +57,8 @@ def collect(
         PlanError: two values with one key. UnsupportedError: a sparse or otherwise unstrided tensor.
     """
     where = check_roots(roots) if roots is not None else layout.roots if layout is not None else {}
+    if layout is None and not where and (plain := _all_plain(state_dict)) is not None:
+        return plain
     collector = _Collector(layout, where, shapes)
     leaves = [_Placed(leaf, *collector.root_of(leaf.path)) for leaf in flatten(state_dict)]
     collector.names.learn(
@@ -80,6 +82,33 @@ def collect(
         if not isinstance(placed.leaf.value, torch.Tensor) or placed.leaf.per_rank:
             collector.object(placed)
     return collector.finish(leaves)
+
+
+def _all_plain(state_dict: Mapping[str, Any]) -> Collected | None:
+    """What :func:`collect` finds where nothing has a role and every tensor is a plain one, with few objects on the way; else None.
+
+    Ten thousand small tensors are not rare, and as many thousand objects make Python look for garbage, which costs more than they do.
+    """
+    out = Collected()
+    boxes: dict[tuple[int, ...], Box] = {}
+    others = False
+
+    def emit(key: str, path: Path, value: Any, per_rank: bool) -> None:
+        nonlocal others
+        if not isinstance(value, torch.Tensor) or per_rank:
+            out.objects.append(ObjectLeaf(key, path, value, per_rank, path))
+        elif is_own_class(value) and value.layout is torch.strided and not is_distributed(value):
+            shape = tuple(value.shape)
+            box = boxes.get(shape)
+            if box is None:
+                box = boxes[shape] = full_box(shape)
+            out.fragments.append(Fragment(key, path, Role.PLAIN, "", "", box.size, box, value.detach(), True))
+        else:
+            others = True
+        out.paths[key] = path
+
+    visit(state_dict, emit)
+    return None if others or len(out.paths) < len(out.fragments) + len(out.objects) else out
 
 
 @dataclass(slots=True)
@@ -120,6 +149,8 @@ class _Collector:
         self.roots = roots
         self.shapes = shapes
         self.names = LocalNames(described=layout is not None)
+        self.found: dict[Path, tuple[str | None, int]] = {}
+        self.boxes: dict[tuple[int, ...], Box] = {}
         self.learned: dict[str, tuple[int, ...]] = {}
         self.own: dict[str, _Divided] = {}
         self.own_names: set[str] = set()
@@ -134,11 +165,17 @@ class _Collector:
     # -- where a leaf stands
 
     def root_of(self, path: Path) -> tuple[str | None, Path]:
-        for k in range(len(path) - 1, -1, -1):
-            head = dotted(path[:k])
-            if head in self.roots and (k or head == ""):
-                return head, path[k:]
-        return None, path
+        above = path[:-1]
+        found = self.found.get(above)  # the same for all that lies in one container
+        if found is None:
+            found = (None, 0)
+            for k in range(len(above), -1, -1):
+                head = dotted(path[:k])
+                if head in self.roots and (k or head == ""):
+                    found = (head, k)
+                    break
+            self.found[above] = found
+        return found[0], path[found[1] :]
 
     def kind(self, placed: _Placed) -> str:
         """``"model"``, ``"optimizer"``, or "" outside the roots."""
@@ -224,6 +261,12 @@ class _Collector:
                 return
         self.whole(placed, names)
 
+    def whole_box(self, shape: tuple[int, ...]) -> Box:
+        box = self.boxes.get(shape)
+        if box is None:
+            box = self.boxes[shape] = full_box(shape)
+        return box
+
     def whole(self, placed: _Placed, names: _Names | None) -> None:
         """A plain tensor that no rule divides."""
         value: torch.Tensor = placed.leaf.value
@@ -238,7 +281,7 @@ class _Collector:
         if role == Role.WEIGHT:
             self.learned.setdefault(fqn, shape)
         placed.fragments.append(
-            Fragment(placed.leaf.key, placed.leaf.path, role, fqn, state, shape, full_box(shape), value.detach(), replicated=True)
+            Fragment(placed.leaf.key, placed.leaf.path, role, fqn, state, shape, self.whole_box(shape), value.detach(), replicated=True)
         )
 
     def distributed(self, placed: _Placed, names: _Names | None) -> None:

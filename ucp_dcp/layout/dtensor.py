@@ -106,7 +106,15 @@ def is_distributed(value: torch.Tensor) -> bool:
     return _kind(value) != ""
 
 
+def is_own_class(value: torch.Tensor) -> bool:
+    """True for a tensor of torch's own class, not of a subclass."""
+    kind = type(value)
+    return kind is torch.Tensor or kind is torch.nn.Parameter
+
+
 def _kind(value: torch.Tensor) -> str:
+    if is_own_class(value) and not value.__dict__:  # most tensors of most state dicts: nobody added what a protocol asks for
+        return ""
     if _is_dtensor(value):
         return "dtensor"
     if _is_sharded(value):

@@ -6,7 +6,7 @@ itself descended into; otherwise it is one leaf. Everything else, tuples include
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ..errors import PlanError
 from .fragment import Path
 
-__all__ = ["PER_RANK_KEY", "Leaf", "PerRank", "dotted", "flatten"]
+__all__ = ["PER_RANK_KEY", "Leaf", "PerRank", "dotted", "flatten", "visit"]
 
 PER_RANK_KEY = "__ucp_per_rank__"
 
@@ -68,35 +68,61 @@ def _is_leaf(value: Any) -> bool:
     return True
 
 
+def _walk(out: list[Leaf], path: Path, key: str, value: Any) -> None:
+    """Append the leaves of a value. No closure: one that calls itself would keep the tensors until the garbage collector comes."""
+    if isinstance(value, torch.Tensor):  # most leaves, and never a container
+        out.append(Leaf(key, path, value, False))
+    elif isinstance(value, Mapping):
+        if len(value) == 1 and PER_RANK_KEY in value:
+            out.append(Leaf(key, path, value[PER_RANK_KEY], True))
+            return
+        for name, child in value.items():
+            name = str(name)
+            _walk(out, (*path, name), f"{key}.{name}", child)
+    elif _is_leaf(value):
+        out.append(Leaf(key, path, value, False))
+    else:
+        for index, child in enumerate(value):
+            _walk(out, (*path, index), f"{key}.{index}", child)
+
+
+def visit(state_dict: Mapping[str, Any], emit: Callable[[str, Path, Any, bool], None]) -> None:
+    """Call ``emit(key, path, value, per_rank)`` for all leaves in order. Raises PlanError when a container holds itself."""
+
+    def walk(path: Path, key: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):  # most leaves, and never a container
+            emit(key, path, value, False)
+        elif isinstance(value, Mapping):
+            if len(value) == 1 and PER_RANK_KEY in value:
+                emit(key, path, value[PER_RANK_KEY], True)
+                return
+            for name, child in value.items():
+                name = str(name)
+                walk((*path, name), f"{key}.{name}", child)
+        elif _is_leaf(value):
+            emit(key, path, value, False)
+        else:
+            for index, child in enumerate(value):
+                walk((*path, index), f"{key}.{index}", child)
+
+    for name, value in state_dict.items():
+        name = str(name)
+        try:
+            walk((name,), name, value)
+        except RecursionError:
+            raise PlanError(f"state dict: {name!r} is nested too deeply or holds itself") from None
+
+
 def flatten(state_dict: Mapping[str, Any]) -> list[Leaf]:
     """All leaves in order. Raises PlanError when two paths have one key, or a container holds itself."""
     out: list[Leaf] = []
+    visit(state_dict, lambda key, path, value, per_rank: out.append(Leaf(key, path, value, per_rank)))
     seen: dict[str, Path] = {}
-
-    def walk(path: Path, value: Any) -> Iterator[Leaf]:
-        if isinstance(value, Mapping) and len(value) == 1 and PER_RANK_KEY in value:
-            yield Leaf(dotted(path), path, value[PER_RANK_KEY], True)
-        elif _is_leaf(value):
-            yield Leaf(dotted(path), path, value, False)
-        elif isinstance(value, Mapping):
-            for key, child in value.items():
-                yield from walk((*path, str(key)), child)
-        else:
-            for index, child in enumerate(value):
-                yield from walk((*path, index), child)
-
-    for name, value in state_dict.items():
-        try:
-            leaves = list(walk((str(name),), value))
-        except RecursionError:
-            raise PlanError(f"state dict: {str(name)!r} is nested too deeply or holds itself") from None
-        for leaf in leaves:
-            other = seen.get(leaf.key)
-            if other is not None:
-                raise PlanError(
-                    f"state dict: two values have the key {leaf.key!r}: at {list(other)} and at {list(leaf.path)}; rename one of them, "
-                    "for keys are joined by dots"
-                )
-            seen[leaf.key] = leaf.path
-            out.append(leaf)
+    for leaf in out:
+        other = seen.setdefault(leaf.key, leaf.path)
+        if other is not leaf.path:
+            raise PlanError(
+                f"state dict: two values have the key {leaf.key!r}: at {list(other)} and at {list(leaf.path)}; rename one of them, "
+                "for keys are joined by dots"
+            )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .plan_cache import plan_tensors
 from .planned import Assignment, PlannedMetadata, stock_state_dict_metadata, ucp_planner_data, with_objects
 from .replicas import CheckReplicas, object_digest, serialize_object, tensor_digest
 from .tied import same_memory
-from .wire import KeyRow, LocalPlan, ObjectEntry, pack_local
+from .wire import KeyRow, LocalPlan, ObjectEntry, digest_columns, pack_local
 
 __all__ = ["UCPSavePlanner", "UCPStorageMeta"]
 
@@ -37,6 +38,13 @@ class UCPStorageMeta(StorageMeta):
 def _averages(layout: Layout) -> bool:
     """Whether any rule averages: the same on all ranks of one spec, so that all of them enter the collectives."""
     return any(step.kind == "Average" for rule in layout.spec.rules for step in rule.steps)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    """Ranks of a save over this group, or over more than are known here."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
 
 
 def _dtype_name(fragment: Fragment) -> str:
@@ -111,6 +119,8 @@ class UCPSavePlanner(SavePlanner):
         self._object_bytes: dict[str, bytes] = {}
         self._assignment: Assignment | None = None
         self._ours = False
+        self._alone = False
+        self._local: LocalPlan | None = None
         self._stock_tensors: dict[MetadataIndex, torch.Tensor] = {}
         self._stock_bytes: dict[str, bytes] = {}
 
@@ -129,6 +139,8 @@ class UCPSavePlanner(SavePlanner):
         self._ours = isinstance(storage_meta, UCPStorageMeta)
         self._assignment = None
         self._collected = None
+        self._local = None
+        self._alone = is_coordinator and (self._no_dist or _ranks(self._process_group) == 1)
         averages = self.layout is not None and _averages(self.layout)
         together = averages and not self._no_dist and dist.is_available() and dist.is_initialized()
         error: Exception | None = None
@@ -158,27 +170,28 @@ class UCPSavePlanner(SavePlanner):
         if self._collected is None:
             raise PlanError("create_local_plan was called before set_up_planner")
         rows: dict[str, KeyRow] = {}
+        dtypes: dict[torch.dtype, str] = {}
         for fragment in self._collected.fragments:
+            dtype = fragment.view.dtype
+            if fragment.view.is_meta or (name := dtypes.get(dtype)) is None:
+                name = dtypes[dtype] = _dtype_name(fragment)
             row = KeyRow(
                 fragment.key,
                 int(fragment.role),
                 fragment.fqn,
                 fragment.state,
-                _dtype_name(fragment),
+                name,
                 tuple(fragment.shape),
                 fragment.pattern,
                 tuple(fragment.path),
             )
             other = rows.setdefault(fragment.key, row)
-            if (other.dtype, other.shape) != (row.dtype, row.shape):
+            if other is not row and (other.dtype, other.shape) != (row.dtype, row.shape):
                 raise PlanError(
                     f"tensor {fragment.key!r}: this rank holds parts of it as {other.dtype} {other.shape} and as {row.dtype} {row.shape}"
                 )
         order = sorted(rows)
         index = {key: i for i, key in enumerate(order)}
-        # A layout is somebody's claim: a wrong one can give two ranks one box that each believes to hold alone, which no cover shows.
-        described = self.layout is not None
-        digests = [tensor_digest(f.view, self.check_replicas) if f.replicated or described else None for f in self._fragments]
         objects: list[ObjectEntry] = []
         self._object_bytes = {}
         for leaf in self._collected.objects:
@@ -188,8 +201,28 @@ class UCPSavePlanner(SavePlanner):
             self._object_bytes[leaf.key] = data
             objects.append(ObjectEntry(leaf.key, tuple(leaf.path), digest, len(data), leaf.per_rank))
         tied = [(index[key], index[group[0]]) for group in same_memory(self._fragments) for key in group[1:]]
-        local = pack_local([rows[k] for k in order], self._fragments, [index[f.key] for f in self._fragments], digests, objects, tied)
-        return SavePlan(items=[], planner_data=local)
+        digests = self._digests(among_own=self._alone)
+        self._local = pack_local([rows[k] for k in order], self._fragments, [index[f.key] for f in self._fragments], digests, objects, tied)
+        return SavePlan(items=[], planner_data=self._local)
+
+    def _digests(self, among_own: bool) -> list[int | None]:
+        """What tells replicas apart. ``among_own``: there is no other rank, so only boxes that this one holds twice can differ."""
+        mine = self._fragments
+        if among_own:
+            twice = [False] * len(mine)
+            for i in range(1, len(mine)):  # sorted by key and box
+                if mine[i].key == mine[i - 1].key and mine[i].box == mine[i - 1].box:
+                    twice[i - 1] = twice[i] = True
+            if not any(twice):
+                return [None] * len(mine)
+        else:
+            twice = [True] * len(mine)
+        # A layout is somebody's claim: a wrong one can give two ranks one box that each believes to hold alone, which no cover shows.
+        described = self.layout is not None
+        return [
+            tensor_digest(f.view, self.check_replicas) if wanted and (f.replicated or described) else None
+            for f, wanted in zip(mine, twice, strict=True)
+        ]
 
     @guarded
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -199,6 +232,8 @@ class UCPSavePlanner(SavePlanner):
             if not isinstance(plan.planner_data, LocalPlan):
                 raise PlanError(f"rank {rank} did not plan with UCPSavePlanner (found {type(plan.planner_data).__name__})")
             locals_.append(plan.planner_data)
+        if self._alone and len(locals_) > 1:
+            self._digest_late(locals_)
         # a stock writer has an item for each key, so that tied weights are written for each of their names
         tensors = plan_tensors(locals_, tied=self._ours)
         check_replicas(locals_, tensors.merged)
@@ -212,6 +247,16 @@ class UCPSavePlanner(SavePlanner):
         if self._ours:
             return plans, PlannedMetadata(planned=planned)
         return plans, Metadata(stock_state_dict_metadata(planned), planner_data=ucp_planner_data(planned))
+
+    def _digest_late(self, plans: list[LocalPlan]) -> None:
+        """There are other ranks after all (somebody plays them in one process, say), and this one thought that it was alone."""
+        own = [rank for rank, plan in enumerate(plans) if plan is self._local]
+        if len(own) != 1:
+            raise PlanError(
+                f"this planner was set up without torch.distributed, so for a save of one rank, and gets the plans of {len(plans)} ranks: "
+                "initialise the process group before the save"
+            )
+        plans[own[0]] = dataclasses.replace(plans[own[0]], **digest_columns(self._digests(among_own=False)))
 
     @guarded
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,12 +17,15 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from ..layout import Fragment
 
-__all__ = ["I64", "KeyRow", "LocalPlan", "ObjectEntry", "pack_local", "parse_table"]
+__all__ = ["I64", "KeyRow", "LocalPlan", "ObjectEntry", "digest_columns", "pack_local", "parse_table"]
 
 I64 = npt.NDArray[np.int64]
 
 
-class KeyRow(msgspec.Struct, array_like=True, frozen=True):
+# gc=False: Python need not look into these for garbage; they hold texts, numbers and tuples of them, never each other.
+
+
+class KeyRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One global tensor as a rank knows it: everything but its boxes."""
 
     key: str
@@ -35,7 +38,7 @@ class KeyRow(msgspec.Struct, array_like=True, frozen=True):
     path: tuple[str | int, ...]
 
 
-class ObjectEntry(msgspec.Struct, array_like=True, frozen=True):
+class ObjectEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One non-tensor value of a rank. ``digest`` is of the value, ``length`` of its serialised bytes."""
 
     key: str
@@ -77,6 +80,14 @@ def parse_table(blob: bytes) -> list[KeyRow]:
     return _decode_table(blob)
 
 
+def digest_columns(digests: Sequence[int | None]) -> dict[str, Any]:
+    """The columns ``digest`` and ``has_digest`` of a :class:`LocalPlan`."""
+    return {
+        "digest": np.asarray([d or 0 for d in digests], dtype=np.uint64),
+        "has_digest": np.asarray([d is not None for d in digests], dtype=np.bool_),
+    }
+
+
 def pack_local(
     rows: Sequence[KeyRow],
     fragments: Sequence[Fragment],
@@ -94,8 +105,7 @@ def pack_local(
         table=_encode(list(rows)),
         key=np.asarray(key_index, dtype=np.int32),
         coords=np.asarray(flat, dtype=np.int64),
-        digest=np.asarray([d or 0 for d in digests], dtype=np.uint64),
-        has_digest=np.asarray([d is not None for d in digests], dtype=np.bool_),
+        **digest_columns(digests),
         objects=_encode(list(objects)),
         tied=np.asarray(list(tied), dtype=np.int32).reshape(-1, 2),
     )

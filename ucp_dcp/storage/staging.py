@@ -151,13 +151,13 @@ class TensorPayloads:
         """(dtype name, shape) of each tensor."""
         self._address: list[int] = []
         devices: set[torch.device] = set()
-        dtypes: dict[torch.dtype, str] = {}
+        known: dict[tuple[torch.dtype, torch.Size], tuple[str, tuple[int, ...]]] = {}
         for tensor in tensors:
-            dtype = tensor.dtype
-            name = dtypes.get(dtype)
-            if name is None:
-                name = dtypes[dtype] = name_of(dtype)
-            self.items.append((name, tuple(tensor.shape)))
+            kind = (tensor.dtype, tensor.shape)
+            item = known.get(kind)
+            if item is None:
+                item = known[kind] = (name_of(tensor.dtype), tuple(tensor.shape))
+            self.items.append(item)
             self._address.append(_address(tensor) if isinstance(tensor, torch.Tensor) else 0)
             if not tensor.is_cpu:
                 devices.add(tensor.device)
