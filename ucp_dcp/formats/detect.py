@@ -12,6 +12,7 @@ from ..storage.manifest import MANIFEST
 from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
 from .deepspeed import find_folder, find_universal, list_tags, open_deepspeed, open_universal
+from .megatron import find_legacy, open_legacy
 from .megatron_core import find_iteration, is_megatron_core, open_megatron_core
 from .safetensors import at_file, find_safetensors, open_safetensors
 from .source import Source
@@ -61,6 +62,9 @@ def open_source(
     iteration = find_iteration(store) if tag is None and foreign else None
     if iteration is not None and is_megatron_core(store, iteration):
         return open_megatron_core(store, iteration)
+    legacy = find_legacy(store, tag) if tag is not None or foreign else None
+    if legacy is not None:
+        return open_legacy(store, legacy, parse_all or parse_alone)
     universal = find_universal(store, tag) if tag is not None or foreign else None
     if universal is not None:
         return open_universal(store, universal, parse_all or parse_alone)
