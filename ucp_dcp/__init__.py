@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .planners.save_planner import UCPSavePlanner
     from .series import latest
     from .spec import LayoutSpec, NameMap
+    from .stager import UCPStager
     from .storage.dcp_reader import UCPStorageReader
     from .storage.dcp_writer import UCPStorageWriter
     from .verification import VerifyReport, verify
@@ -41,6 +42,7 @@ __all__ = [
     "UCPError",
     "UCPLoadPlanner",
     "UCPSavePlanner",
+    "UCPStager",
     "UCPStorageReader",
     "UCPStorageWriter",
     "VerifyReport",
@@ -66,6 +68,7 @@ _HOME = {
     "UCPError": "errors",
     "UCPLoadPlanner": "planners.load_planner",
     "UCPSavePlanner": "planners.save_planner",
+    "UCPStager": "stager",
     "UCPStorageReader": "storage.dcp_reader",
     "UCPStorageWriter": "storage.dcp_writer",
     "VerifyReport": "verification",
