@@ -289,3 +289,33 @@ def test_load_from_a_file(tmp_path: Path) -> None:
         LayoutSpec.load(path)
     with pytest.raises(SpecError, match="nor a readable file"):
         LayoutSpec.load("../specs/replicate")
+
+
+def test_a_spec_extends_a_ready_one() -> None:
+    below = LayoutSpec.load("zero1")
+    text = """
+ucp_spec: 1
+extends: zero1
+axes: [ep, dp]
+variables: {align: {type: int, default: 4}, experts: int}
+optimizer: {states: {fp32: follow}}
+rules:
+  - match: expert_buffer
+    steps: [{ep: "FlatBuffer(params=groups[0], pad_to=experts)"}]
+"""
+    spec = LayoutSpec.parse(text, source="mine.yaml")
+    assert spec.axes == ("dp", "ep") and list(spec.variables) == [*below.variables, "experts"]
+    assert spec.variables["align"].default == 4 and below.variables["align"].default == 1
+    assert [r.match for r in spec.rules[:-1]] == [r.match for r in below.rules]
+    assert [r.number for r in spec.rules] == list(range(1, len(below.rules) + 2))
+    assert re.fullmatch(r"rule 1 \(match '\*\*', line \d+ of zero1.yaml\)", spec.rules[0].title)
+    assert re.fullmatch(r"rule 4 \(match 'expert_buffer', line 8\)", spec.rules[-1].title)
+    assert spec.states["fp32"].master is False and spec.states["step"].kind == "scalar"
+    jsonschema.validate(yaml.safe_load(text), SCHEMA)
+    for name in ("../zero1", "/etc/passwd", "zero2", "zero1.yaml"):  # a name, never a path
+        with pytest.raises(SpecError, match=r"key extends: found .*, expected a ready spec: "):
+            LayoutSpec.parse(text.replace("zero1", name))
+    with pytest.raises(SpecError, match="cannot extend itself"):
+        LayoutSpec.parse(text, source="zero1.yaml")
+    with pytest.raises(SpecError, match=r"'dp' is an axis here or in zero1\.yaml"):
+        LayoutSpec.parse("{ucp_spec: 1, extends: zero1, variables: {dp: int}, rules: []}")

@@ -2,6 +2,7 @@
 
 from .expr import Expr
 from .lint import Finding, lint
+from .megatron import mla_down_sharded
 from .model import Rule, StateSpec, Step, Variable, check_variables
 from .name_map import MappedTensor, NameMap, NamePlan, ready_name_maps
 from .names import NameGlob, Template
@@ -22,6 +23,7 @@ __all__ = [
     "Variable",
     "check_variables",
     "lint",
+    "mla_down_sharded",
     "ready_name_maps",
     "ready_specs",
 ]

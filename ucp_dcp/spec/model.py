@@ -190,7 +190,10 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: which names, under which condition, and how the tensor is divided. ``line`` is 0 when not read from text."""
+    """One rule: which names, under which condition, and how the tensor is divided.
+
+    line: 0 when not read from text. below: the spec that it was inherited from (``extends``), or "".
+    """
 
     number: int
     match: NameGlob
@@ -201,6 +204,7 @@ class Rule:
     steps: tuple[Step, ...] = ()
     line: int = 0
     where: str = field(default="", compare=False)
+    below: str = field(default="", compare=False)
 
     @property
     def reads_shape(self) -> bool:
@@ -223,7 +227,9 @@ class Rule:
     @property
     def title(self) -> str:
         """How errors call it."""
-        return f"rule {self.number} (match {self.match.text!r}{f', line {self.line}' if self.line else ''})"
+        line = f", line {self.line}" if self.line else ""
+        below = f" of {self.below}" if self.below else ""
+        return f"rule {self.number} (match {self.match.text!r}{line}{below})"
 
 
 def check_variables(declared: Mapping[str, Variable], given: Mapping[str, Any], source: str) -> dict[str, Value]:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ __all__ = ["LayoutSpec", "ready_specs"]
 
 VERSION = 1
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_KEYS = {"ucp_spec", "name", "doc", "axes", "variables", "optimizer", "rules"}
+_KEYS = {"ucp_spec", "name", "doc", "extends", "axes", "variables", "optimizer", "rules"}
 _RULE_KEYS = {"match", "except", "when", "rename", "role", "steps", "doc"}
 _TYPES = ("int", "bool", "str", "list[int]", "params", "list[params]")
 _MAX_FILE = 4 << 20
@@ -115,11 +115,22 @@ class _Parser:
             self.fail(("ucp_spec",), f"found {top.get('ucp_spec')!r}, expected {VERSION}: the version of the language")
         if "rules" not in top:
             self.fail((), "no `rules`")
+        below = self.extended(top.get("extends", ""))
         axes = self.axes(top.get("axes", []))
         variables = self.variables(top.get("variables", {}), axes)
+        rules: tuple[Rule, ...] = ()
+        states: dict[str, StateSpec] = {}
+        if below is not None:
+            axes = (*below.axes, *(axis for axis in axes if axis not in below.axes))
+            for name in set(axes) & (set(variables) | set(below.variables)):
+                self.fail(("extends",), f"{name!r} is an axis here or in {below.source}, and a variable in the other")
+            variables = {**below.variables, **variables}
+            rules = tuple(replace(r, below=r.below or below.source) for r in below.rules)
+            states.update(below.states)
         known = set(axes) | {f"{a}.size" for a in axes} | set(variables)
-        states = self.states(top.get("optimizer", {}), axes, known)
-        rules = tuple(self.rule(r, ("rules", k), k, axes, known) for k, r in enumerate(self.sequence(top["rules"], ("rules",))))
+        states.update(self.states(top.get("optimizer", {}), axes, known))
+        first = len(rules)
+        rules += tuple(self.rule(r, ("rules", k), first + k, axes, known) for k, r in enumerate(self.sequence(top["rules"], ("rules",))))
         if not rules:
             self.fail(("rules",), "found no rule, expected at least one")
         return LayoutSpec(
@@ -131,6 +142,18 @@ class _Parser:
             doc=self.string(top.get("doc", ""), ("doc",)),
             source=self.source,
         )
+
+    def extended(self, value: Any) -> LayoutSpec | None:
+        """The ready spec that this one extends: its axes, variables, states and rules come before the own ones."""
+        name = self.string(value, ("extends",))
+        if not name:
+            return None
+        # A name only, never a path: parsing opens no file that the caller did not name.
+        if not _is_ready_name(name):
+            self.fail(("extends",), f"found {_short(name)}, expected a ready spec: {', '.join(ready_specs())}")
+        if self.source == f"{name}.yaml":
+            self.fail(("extends",), "a spec cannot extend itself")
+        return LayoutSpec.load(name)
 
     def name_of(self, value: Any, path: Path, taken: set[str]) -> str:
         name = self.string(value, path)
