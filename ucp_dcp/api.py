@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from .errors import UCPError
 from .formats import MappedNames
 from .layout import Layout
+from .planners.consistency import AllowInconsistent
 from .planners.load_planner import UCPLoadPlanner
 from .planners.replicas import CheckReplicas
 from .planners.report import LoadReport
@@ -122,6 +123,7 @@ def load(
     source: SourceChoice = "auto",
     master_from_weight: bool = False,
     allow_classes: Sequence[type] = (),
+    allow_inconsistent: AllowInconsistent = False,
     verify: Verify = "covered",
     prefer: Literal["ucp", "stock"] | None = None,
     names: MappedNames | None = None,
@@ -145,6 +147,7 @@ def load(
         source=source,
         master_from_weight=master_from_weight,
         allow_classes=allow_classes,
+        allow_inconsistent=allow_inconsistent,
     )
     return load_with(planner, state_dict, url, prefer, storage_options, process_group, no_dist, verify, names)
 

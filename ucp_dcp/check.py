@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from .dtypes import is_floating
 from .errors import MissingKeysError
-from .names import Role, canonical_name
+from .names import Role
+from .planners.consistency import SLAB, comparable, states_of
 
 if TYPE_CHECKING:
     from .catalog import Catalog, TensorRow
@@ -28,9 +26,7 @@ __all__ = ["CheckReport", "Outcome", "ParameterCheck", "check"]
 
 Outcome = Literal["consistent", "inconsistent", "unproven"]
 
-SLAB = 1 << 22
-"""Elements compared at a time."""
-_SHOWN = 20
+_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,7 @@ class ParameterCheck:
         elements: of the parameter.
         differing: elements whose rounded master is not the weight.
         first: index of the first such element.
+        states: what the optimizer state of the parameter consists of; they came the same way as the master, and share its fate.
     """
 
     name: str
@@ -55,6 +52,7 @@ class ParameterCheck:
     elements: int
     differing: int = 0
     first: tuple[int, ...] | None = None
+    states: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class CheckReport:
             lines.append("  the checkpoint does not say which of its tensors are weights and masters")
         for outcome in ("inconsistent", "unproven"):
             own = [p for p in self.parameters if p.outcome == outcome]
-            lines += [f"  {outcome}: {p.name}: {p.reason}" for p in own[:_SHOWN]]
+            lines += [f"  {outcome}: {p.name}{_states(p)}: {p.reason}" for p in own[:_SHOWN]]
             if len(own) > _SHOWN:
                 lines.append(f"  {outcome}: and {len(own) - _SHOWN:,} more")
         return "\n".join(lines)
@@ -96,6 +94,11 @@ class CheckReport:
     def to_json(self) -> str:
         """The same as JSON text."""
         return json.dumps(self.to_dict(), indent=1)
+
+
+def _states(parameter: ParameterCheck) -> str:
+    """The states of a broken parameter, which are wrong as well."""
+    return f" ({', '.join(parameter.states)})" if parameter.outcome == "inconsistent" and parameter.states else ""
 
 
 def check(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> CheckReport:
@@ -123,17 +126,22 @@ def check(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> CheckRe
     unknown = [name for name in wanted if name not in masters and name not in weights]
     if unknown:
         raise MissingKeysError(f"{checkpoint.url}: no parameter is named {', '.join(map(repr, unknown[:5]))}; there are {len(known)}")
-    return CheckReport(tuple(_check_one(checkpoint, name, masters.get(name), weights.get(name)) for name in wanted))
+    states = states_of(catalog)
+    return CheckReport(
+        tuple(_check_one(checkpoint, name, masters.get(name), weights.get(name), tuple(states.get(name, ()))) for name in wanted)
+    )
 
 
-def _check_one(checkpoint: Checkpoint, name: str, master: TensorRow | None, weight: TensorRow | None) -> ParameterCheck:
+def _check_one(
+    checkpoint: Checkpoint, name: str, master: TensorRow | None, weight: TensorRow | None, states: tuple[str, ...]
+) -> ParameterCheck:
     row = master or weight
     assert row is not None
     elements = prod(row.shape)
 
     def found(outcome: Outcome, reason: str, differing: int = 0, first: tuple[int, ...] | None = None) -> ParameterCheck:
         dtypes = [None if row is None else row.dtype for row in (master, weight)]
-        return ParameterCheck(name, outcome, reason, dtypes[0], dtypes[1], elements, differing, first)
+        return ParameterCheck(name, outcome, reason, dtypes[0], dtypes[1], elements, differing, first, states)
 
     if master is None or weight is None:
         return found("unproven", f"no second copy: there is only the {'weight' if master is None else 'master'}")
@@ -141,70 +149,22 @@ def _check_one(checkpoint: Checkpoint, name: str, master: TensorRow | None, weig
         return found("inconsistent", f"the master has shape {list(master.shape)}, the weight {list(weight.shape)}", elements)
     if _same_bytes(checkpoint.catalog, master, weight):
         return found("unproven", "no second copy: master and weight are the same stored bytes")
-    if not _comparable(master.dtype) or not _comparable(weight.dtype):
+    if not comparable(master.dtype) or not comparable(weight.dtype):
         return found("unproven", f"{master.dtype} is not rounded to {weight.dtype} by a cast alone")
     if not elements:
         return found("unproven", "no elements")
     return _compare(checkpoint, master, weight, found)
 
 
-def _comparable(dtype: str) -> bool:
-    """fp8 and fp4 weights have scales beside them."""
-    return is_floating(dtype) and not dtype.startswith(("float8", "float4"))
-
-
 def _compare(checkpoint: Checkpoint, master: TensorRow, weight: TensorRow, found: Any) -> ParameterCheck:
-    differing = 0
-    first: tuple[int, ...] | None = None
-    level: torch.Tensor | None = None
-    constant = True
-    stored_master, stored_weight = (checkpoint[canonical_name(row.role, row.fqn, row.state, row.key)] for row in (master, weight))
-    for index in _slabs(master.shape, SLAB):
-        low = stored_weight[index]
-        high = stored_master[index].to(low.dtype)
-        wrong = (_bits(low) != _bits(high)) & ~(torch.isnan(low) & torch.isnan(high))
-        count = int(wrong.sum())
-        if count and first is None:
-            first = _where(index, wrong, master.shape)
-        differing += count
-        level = low.reshape(-1)[:1].clone() if level is None else level
-        constant = constant and bool((_bits(low.reshape(-1)) == _bits(level)).all())
-    if differing:
-        share = f"{differing:,} of {prod(master.shape):,} elements"
-        reason = f"{share} of the master, rounded to {weight.dtype}, are not the weight; the first at {list(first or ())}"
-        return found("inconsistent", reason, differing, first)  # type: ignore[no-any-return]
-    if constant:
+    result = checkpoint._compare(master, weight, slab=SLAB)
+    if result.differing:
+        share = f"{result.differing:,} of {prod(master.shape):,} elements"
+        reason = f"{share} of the master, rounded to {weight.dtype}, are not the weight; the first at {list(result.first or ())}"
+        return found("inconsistent", reason, result.differing, result.first)  # type: ignore[no-any-return]
+    if result.constant:
         return found("unproven", "constant: every element is the same, so a wrong order would not show")  # type: ignore[no-any-return]
     return found("consistent", "")  # type: ignore[no-any-return]
-
-
-_INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers."""
-    return tensor.contiguous().view(_INT[tensor.element_size()])
-
-
-def _slabs(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a tensor into boxes of at most ``limit`` elements, in C order."""
-    if prod(shape) <= limit or not shape:
-        yield tuple(slice(0, n) for n in shape)
-        return
-    inner = prod(shape[1:])
-    step = max(1, limit // max(1, inner))
-    for begin in range(0, shape[0], step):
-        head = slice(begin, min(begin + step, shape[0]))
-        if step > 1 or inner <= limit:
-            yield (head, *(slice(0, n) for n in shape[1:]))
-        else:
-            for rest in _slabs(shape[1:], limit):
-                yield (head, *rest)
-
-
-def _where(index: Sequence[slice], wrong: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    place = wrong.nonzero()[0].tolist()[: len(shape)]
-    return tuple(part.start + int(i) for part, i in zip(index, place, strict=True))
 
 
 def _same_bytes(catalog: Catalog, a: TensorRow, b: TensorRow) -> bool:

@@ -12,20 +12,17 @@ from .catalog import Catalog, FileRow, ObjectRow, TensorRow
 from .dtypes import itemsize, torch_dtype
 from .errors import MissingKeysError
 from .formats import MappedNames, Source, open_source
-from .geometry import Box, boxes_to_array, intersect_pairs
+from .geometry import Box, full_box
 from .names import Role, canonical_name
+from .planners.consistency import AllowInconsistent, Comparison, Doubts, compare, read_box, refuse
 from .planners.resolve import nearest
-from .planners.stored import check_covered, check_groups
 from .storage.store import Store, open_store
-from .transfer import Copy, Digests, ReadStats, Verify, checked_source, read_copies
+from .transfer import Digests, ReadStats, Verify, checked_source
 
 if TYPE_CHECKING:
     from .check import CheckReport
 
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
-
-
-_GAP = 4096  # bytes between two runs that are read in one range, as in UCPStorageReader
 
 
 class StoredTensor:
@@ -144,8 +141,10 @@ def _parse_index(index: Any, shape: Sequence[int], name: str) -> tuple[Box, list
 class Checkpoint(Mapping[str, StoredTensor]):
     """An open checkpoint of any format: canonical names (or keys as written) -> :class:`StoredTensor`. Nothing is read until a slice is."""
 
-    def __init__(self, source: Source, verify: Verify = "covered") -> None:
+    def __init__(self, source: Source, verify: Verify = "covered", allow_inconsistent: AllowInconsistent = False) -> None:
         self._source = source
+        self._allow = allow_inconsistent
+        self._doubts = Doubts(source, allow_inconsistent)
         self._verify: Verify = verify
         self._digests = Digests(source)
         if verify != "off":
@@ -157,7 +156,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
         Raises SpecError: a name or shape that does not fit the map.
         """
-        mapped = Checkpoint(names.apply(self._source), "off")
+        mapped = Checkpoint(names.apply(self._source), "off", self._allow)
         mapped._verify, mapped._digests = self._verify, self._digests
         return mapped
 
@@ -233,23 +232,15 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return check(self, names)
 
     def _read(self, row: TensorRow, box: Box, out: torch.Tensor) -> None:
-        if box.empty:
-            return
-        catalog = self.catalog
-        ndim = len(row.shape)
-        boxes = catalog.boxes(row.index)
-        check_groups(row.key, row.index, catalog)
-        want, chunk, parts = intersect_pairs(boxes_to_array([box], ndim), boxes)
-        check_covered(row.key, row.key, [box], want, chunk, parts)
-        first = catalog.chunk_range(row.index)[0]
-        copies = []
-        for h, stored, (offset, size) in zip(chunk.tolist(), boxes[chunk, 0].tolist(), parts.tolist(), strict=True):
-            view = out
-            for dim in range(ndim):
-                if size[dim] != view.shape[dim]:
-                    view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
-            copies.append(Copy(first + h, tuple(o - s for o, s in zip(offset, stored, strict=True)), view))
-        read_copies(self._source, copies, gap=_GAP, verify=self._verify, digests=self._digests, stats=self.stats)
+        if self._doubts.active:
+            self._doubts.look(row, [box], verify=self._verify, digests=self._digests, stats=self.stats)
+            if row.fqn in self._doubts.broken and row.role in (Role.MASTER, Role.STATE):
+                refuse(self._source, {row.fqn: self._doubts.broken[row.fqn]})
+        read_box(self._source, row, box, out, verify=self._verify, digests=self._digests, stats=self.stats)
+
+    def _compare(self, master: TensorRow, weight: TensorRow, slab: int) -> Comparison:
+        box = full_box(master.shape)
+        return compare(self._source, master, weight, box, slab=slab, verify=self._verify, digests=self._digests, stats=self.stats)
 
 
 class ObjectView(Mapping[str, Any]):
@@ -285,14 +276,16 @@ def open_checkpoint(
     prefer: Literal["ucp", "stock"] | None = None,
     verify: Verify = "covered",
     names: MappedNames | None = None,
+    allow_inconsistent: AllowInconsistent = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format where it lies. No tensor byte is read.
 
     ``verify`` and ``names``: as for :class:`UCPStorageReader`; ``verify="strict"`` makes a slice read whole blocks.
+    ``allow_inconsistent``: as for :class:`UCPLoadPlanner`; reading a slice of optimizer state that fails the comparison is an error.
 
     Raises CheckpointNotFoundError, FormatError / CorruptCheckpointError (file named), ForeignSaveError (D4; see ``prefer``).
     """
     store = open_store(url, **dict(storage_options or {}))
-    checkpoint = Checkpoint(open_source(store, prefer=prefer), verify)
+    checkpoint = Checkpoint(open_source(store, prefer=prefer), verify, allow_inconsistent)
     return checkpoint if names is None else checkpoint.under(names)

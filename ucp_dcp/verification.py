@@ -25,7 +25,11 @@ from .catalog import FileRow
 from .errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StoreError, UCPError
 from .formats import DcpSource, Source, open_dcp, open_source, open_ucp
 from .formats.dcp import METADATA
+from .formats.megatron_core import MegatronSource
 from .formats.safetensors import SafetensorsSource
+from .geometry import full_box
+from .names import Role
+from .planners.consistency import Doubts, states_of
 from .storage.blocks import BlockHasher, read_digests
 from .storage.commit import is_generation
 from .storage.manifest import MANIFEST, MAX_BYTES, FileDigest, Manifest
@@ -410,11 +414,16 @@ def _foreign(store: Store, prefer: Literal["ucp", "stock"] | None, work: _Work) 
     catalog = source.catalog
     known = {row.path for row in catalog.files}
     covered: dict[str, int] = {}
-    if source.format == "dcp":
-        known.add(METADATA)
-        size = store.size(METADATA)
+    base = source.base if isinstance(source, MegatronSource) else source
+    if isinstance(source, MegatronSource):
+        _state(source, report)
+        known |= source.side_files
+    if isinstance(base, DcpSource):
+        metadata = f"{base.prefix}{METADATA}"
+        known.add(metadata)
+        size = store.size(metadata)
         report.files, report.bytes, report.bytes_unverifiable = 1, size, size
-        for what, number, start, length in _items(source):
+        for what, number, start, length in _items(base):
             row = catalog.files[number]
             covered[row.path] = covered.get(row.path, 0) + length
             work.add(length, partial(_archive, source, number, start, length, what, work, report))
@@ -430,6 +439,28 @@ def _foreign(store: Store, prefer: Literal["ucp", "stock"] | None, work: _Work) 
     work.run(report)
     report.unknown_files = _unknown(store, known)
     return report
+
+
+def _state(source: Source, report: VerifyReport) -> None:
+    """Where the writer is known to write wrong optimizer state at times: every master against its weight."""
+    if not source.doubt:
+        return
+    doubts = Doubts(source, False)
+    catalog = source.catalog
+    for row in catalog.tensors():
+        if row.role == Role.MASTER:
+            try:
+                doubts.look(row, [full_box(row.shape)])
+            except UCPError as error:
+                report.problems.append(Problem(source.store.url, f"{row.name} cannot be compared with its weight: {error}"))
+    states = states_of(catalog)
+    for fqn, what in doubts.broken.items():
+        message = f"the optimizer state of {fqn} ({', '.join(states[fqn])}) is wrong: its master, rounded, is not the weight ({what})"
+        report.problems.append(Problem(source.store.url, message))
+    if doubts.broken:
+        report.notes.append(source.doubt)
+    if doubts.unproven:
+        report.notes.append(f"unproven, nothing to compare their optimizer state with: {', '.join(sorted(doubts.unproven))}")
 
 
 def _safetensors(source: SafetensorsSource, report: VerifyReport, alone: bool) -> None:
@@ -524,4 +555,3 @@ def _archive(source: Source, number: int, start: int, length: int, what: str, wo
     with work._lock:
         report.bytes_unverifiable += max(0, length - verified) if not problems else without
     return problems
-

@@ -13,10 +13,12 @@ from format_helpers import DATA
 from typer.testing import CliRunner
 
 from ucp_dcp import check as check_module
-from ucp_dcp.check import CheckReport, _slabs
+from ucp_dcp.check import CheckReport
 from ucp_dcp.checkpoint import open_checkpoint
 from ucp_dcp.cli.app import app
 from ucp_dcp.errors import MissingKeysError
+from ucp_dcp.geometry import Box
+from ucp_dcp.planners.consistency import slabs
 from ucp_dcp.storage.store import open_store
 
 CHECKPOINTS = sorted(p.parent.name for p in (DATA / "deepspeed").glob("*/latest*"))
@@ -98,7 +100,8 @@ def test_small_slabs_find_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize("limit", [1, 3, 6, 100])
 def test_slabs_cover_exactly_and_are_bounded(shape: tuple[int, ...], limit: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int64)
-    for index in _slabs(shape, limit):
+    for box in slabs(Box((0,) * len(shape), shape), limit):
+        index = box.slices()
         assert seen[index].numel() <= limit
         seen[index] += 1
     assert bool((seen == 1).all())

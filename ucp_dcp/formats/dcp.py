@@ -33,10 +33,16 @@ _NOWHERE = "-"
 
 
 class DcpSource(Source):
-    """A stock DCP checkpoint. ``catalog.chunk_offset`` is where each item starts; ``locate`` says where its tensor bytes are."""
+    """A stock DCP checkpoint. ``catalog.chunk_offset`` is where each item starts; ``locate`` says where its tensor bytes are.
 
-    def __init__(self, catalog: Catalog, store: Store, provenance: Mapping[str, Any], lengths: NDArray[np.int64]) -> None:
+    ``prefix`` is its folder in the store, ``""`` or with a slash at the end.
+    """
+
+    def __init__(
+        self, catalog: Catalog, store: Store, provenance: Mapping[str, Any], lengths: NDArray[np.int64], prefix: str = ""
+    ) -> None:
         super().__init__(catalog, store, "dcp", provenance)
+        self.prefix = prefix
         self._items = ItemCache(lengths)
 
     @property
@@ -90,7 +96,8 @@ def open_dcp(store: Store, prefix: str = "", metadata: Stub | None = None) -> Dc
 
     catalog = _catalog(metadata, what, place, sizes)
     version = _field(metadata, "version")
-    return DcpSource(catalog, store, {"dcp_version": version} if isinstance(version, str) else {}, np.asarray(lengths, dtype=np.int64))
+    known = {"dcp_version": version} if isinstance(version, str) else {}
+    return DcpSource(catalog, store, known, np.asarray(lengths, dtype=np.int64), prefix)
 
 
 def catalog_from_metadata(metadata: Any) -> Catalog:

@@ -83,6 +83,7 @@ class MappedSource(Source):
     ) -> None:
         super().__init__(builder.build(), base.store, base.format, base.provenance)
         self.base = base
+        self.doubt = base.doubt
         self.left_out = tuple(left_out)
         self._parts = chunks
         self._same = same

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ class LoadRequest:
     """Keys in the checkpoint of the wanted per-rank objects, without the rank."""
     checkpoint: str
     """Which checkpoint this rank sees: all must see the same."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Parameters whose master is not the weight in what this rank would load, and what was found (``consistency``)."""
 
 
 @dataclass(frozen=True)

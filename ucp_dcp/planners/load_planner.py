@@ -25,20 +25,21 @@ from ..errors import (
     UCPError,
 )
 from ..formats import Source, catalog_from_metadata
-from ..geometry import Box, boxes_to_array, full_box, intersect_pairs
+from ..geometry import Box, full_box
 from ..layout import Collected, Fragment, Layout, ObjectLeaf, collect
 from ..names import Role
 from ..safe_pickle import load_object
 from ..spec.names import NameGlob
 from ..transfer import Copy, Digests, ReadStats, Verify, read_copies
 from .agree import guarded
+from .consistency import AllowInconsistent, Doubts, refuse
 from .destinations import fill_number, place_of, put_object, stored_number
 from .load_parts import LoadOrder, LoadRequest, PendingGroups, Wanted
 from .param_groups import Resolved, StoredGroups, resolve_groups
 from .report import LoadReport
 from .resolve import Found, Lookup, SourceChoice, check_cast, resolve_tensor
 from .served import FailedMetadata, ServedMetadata
-from .stored import check_covered, check_groups, identity
+from .stored import check_groups, identity, pieces_of
 from .tied import Tied, check_tied
 
 __all__ = ["UCPLoadPlanner"]
@@ -63,6 +64,9 @@ class UCPLoadPlanner(LoadPlanner):
         source: ``"auto"`` takes the copy of the wanted dtype, else the master; ``"weight"`` / ``"master"`` insist.
         master_from_weight: allow fp32 masters to start from 16-bit weights.
         allow_classes: classes that stored objects may contain besides plain containers, scalars, tensors and arrays.
+        allow_inconsistent: where the writer of a checkpoint is known to write wrong optimizer state at times, the masters of what is
+            loaded are compared with the weights first (both are read), and a load is refused that would take wrong state. True takes
+            everything unread; names or globs of parameters take theirs. With DCP's own readers nothing is compared.
 
     ``planner.report`` says what happened. Errors (all problems at once, on all ranks, before any destination is touched): MissingKeysError,
     ShapeMismatchError, DtypeMismatchError, CoverageError, LayoutError, PlanError.
@@ -70,7 +74,8 @@ class UCPLoadPlanner(LoadPlanner):
 
     def __getstate__(self) -> dict[str, Any]:
         # D18: only what the user gave travels, no tensor, no open source
-        names = ("layout", "roots", "strict", "include", "exclude", "rename", "dtype", "source", "master_from_weight", "allow_classes")
+        names = ["layout", "roots", "strict", "include", "exclude", "rename", "dtype", "source", "master_from_weight"]
+        names += ["allow_classes", "allow_inconsistent"]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,6 +94,7 @@ class UCPLoadPlanner(LoadPlanner):
         source: SourceChoice = "auto",
         master_from_weight: bool = False,
         allow_classes: Sequence[type] = (),
+        allow_inconsistent: AllowInconsistent = False,
     ) -> None:
         for name, value, allowed in (("strict", strict, (True, False, "exact")), ("dtype", dtype, ("cast", "error"))):
             if value not in allowed:
@@ -107,6 +113,9 @@ class UCPLoadPlanner(LoadPlanner):
         self.source: SourceChoice = source
         self.master_from_weight = master_from_weight
         self.allow_classes = tuple(allow_classes)
+        self.allow_inconsistent: AllowInconsistent = (
+            allow_inconsistent if isinstance(allow_inconsistent, bool) else [NameGlob(g).text for g in allow_inconsistent]
+        )
         self.report = LoadReport()
         self._state_dict: dict[str, Any] = {}
         self._catalog: Catalog | None = None
@@ -119,6 +128,7 @@ class UCPLoadPlanner(LoadPlanner):
         self._lookup: Lookup | None = None
         self._tied = Tied()
         self._bytes_for: dict[str, list[ObjectLeaf | Fragment | PendingGroups]] = {}
+        self._state_boxes: list[tuple[TensorRow, list[Box]]] = []
         self._padding: list[torch.Tensor] = []
         self._pending: list[PendingGroups] = []
         self._groups: dict[str, StoredGroups] = {}
@@ -157,6 +167,7 @@ class UCPLoadPlanner(LoadPlanner):
         catalog = self._catalog
         self._wanted = Wanted()
         self._pending = []
+        self._state_boxes = []
         self._tied = Tied.of(self._collected.fragments)
         self._lookup = Lookup(catalog, self._tied.fqns)
         used = np.zeros(catalog.n_tensors + len(catalog.objects), dtype=np.bool_)
@@ -199,7 +210,7 @@ class UCPLoadPlanner(LoadPlanner):
         padding = [p for p in self._collected.padding if p.view.untyped_storage().data_ptr() in touched]
         self._padding = [p.view for p in padding]
         self.report.padded = sorted({p.key for p in padding})
-        request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank), identity(catalog))
+        request = LoadRequest(np.packbits(used).tobytes(), tuple(per_rank), identity(catalog), self._broken())
         return LoadPlan(items=[], planner_data=request)
 
     @guarded
@@ -226,6 +237,8 @@ class UCPLoadPlanner(LoadPlanner):
                 else:
                     there.add(key)
                     used[catalog.n_tensors + at] = True
+        if self._served is not None:  # all ranks' findings, so that the error names every parameter
+            refuse(self._served, {fqn: what for plan in global_plan for fqn, what in plan.planner_data.broken.items()})
         if self.strict and (missing := sorted(set(absent) - there)):  # saved by ranks that are not here now
             raise MissingKeysError("per-rank objects are not in the checkpoint: " + ", ".join(map(repr, missing[:_SHOWN])))
         for key, ranks in absent.items():
@@ -264,6 +277,16 @@ class UCPLoadPlanner(LoadPlanner):
         if self._served is not None:
             return central_plan
         return LoadPlan(items=self._read_items(), storage_data=central_plan.storage_data, planner_data=order)
+
+    def _broken(self) -> dict[str, str]:
+        """Parameters whose optimizer state this rank would load although it is wrong in the file."""
+        if self._served is None or not self._served.doubt:
+            return {}
+        doubts = Doubts(self._served, self.allow_inconsistent)
+        for row, boxes in self._state_boxes:
+            doubts.look(row, boxes)
+        self.report.unproven = sorted(doubts.unproven)
+        return doubts.broken
 
     # -- planning ---------------------------------------------------------------------------------------------------------------
 
@@ -343,6 +366,8 @@ class UCPLoadPlanner(LoadPlanner):
         if not self._tied.first(key, fragments, row.index):
             return
         self._want_boxes(key, [(f.box, f.view) for f in fragments if not f.box.empty], row, catalog)
+        if row.role in (Role.MASTER, Role.STATE):
+            self._state_boxes.append((row, [f.box for f in fragments if not f.box.empty]))
         if cast:
             self.report.cast[key] = (row.dtype, wanted_dtype)
 
@@ -358,18 +383,16 @@ class UCPLoadPlanner(LoadPlanner):
                 self._wanted.copies.append(Copy(base, tuple(o - s for o, s in zip(box.offset, offset, strict=True)), view))
                 self._wanted.boxes.append((row.key, tuple(offset)))
                 return
-        ndim = len(row.shape)
-        iw, ih, parts = intersect_pairs(boxes_to_array([box for box, _ in wanted], ndim), boxes)
-        check_covered(key, row.key, [box for box, _ in wanted], iw, ih, parts)
-        begins = boxes[ih, 0].tolist()
-        for w, h, begin, (offset, size) in zip(iw.tolist(), ih.tolist(), begins, parts.tolist(), strict=True):
+        pieces = pieces_of(key, row.key, [box for box, _ in wanted], boxes)
+        begins = boxes[:, 0].tolist()
+        for w, h, offset, size in pieces:
             box, view = wanted[w]
-            for dim in range(ndim):
-                if size[dim] != view.shape[dim]:
-                    view = view.narrow(dim, offset[dim] - box.offset[dim], size[dim])
-            inside = (0,) * ndim if offset == begin else tuple(map(sub, offset, begin))
-            self._wanted.copies.append(Copy(base + h, inside, view))
-            self._wanted.boxes.append((row.key, tuple(begin)))
+            for dim, extent in enumerate(size):
+                if extent != view.shape[dim]:
+                    view = view.narrow(dim, offset[dim] - box.offset[dim], extent)
+            begin = tuple(begins[h])
+            self._wanted.copies.append(Copy(base + h, tuple(map(sub, offset, begin)), view))
+            self._wanted.boxes.append((row.key, begin))
 
     def _want_object(self, leaf: ObjectLeaf, catalog: Catalog, used: npt.NDArray[np.bool_], object_index: Mapping[int, int]) -> None:
         key = self._source_key(leaf.key)

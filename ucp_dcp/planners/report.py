@@ -14,8 +14,9 @@ class LoadReport:
     loaded: keys that were filled. missing: wanted but not stored (only with ``strict=False``). unexpected: stored but not wanted. cast:
     key -> (stored dtype, wanted dtype). padded: keys whose padding was filled with zeros. source: key -> ``weight | master | state | key
     | object | param_groups``. kept: hyperparameters that stay as they are because the checkpoint cannot know them (key -> reason).
-    skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read / bytes_wanted /
-    ranges: what our reader asked of the store on this rank (0 with a stock reader). bytes_verified / bytes_unverified: the wanted bytes
+    unproven: parameters whose optimizer state could not be compared although its writer may have written it wrong (constant values, no
+    second copy). skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read /
+    bytes_wanted / ranges: what our reader asked of the store on this rank (0 with a stock reader). bytes_verified / bytes_unverified: the wanted bytes
     of tensors that were, and were not, checked against a digest (``verify`` of the reader says what is checked; stock DCP and DeepSpeed
     checkpoints have no digests).
     """
@@ -28,6 +29,7 @@ class LoadReport:
     source: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    unproven: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_wanted: int = 0
     ranges: int = 0
@@ -36,7 +38,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} loaded"]
-        more = ("missing", "unexpected", "cast", "padded", "kept", "skipped")
+        more = ("missing", "unexpected", "cast", "padded", "kept", "skipped", "unproven")
         parts += [f"{len(v)} {name}" for name in more if (v := getattr(self, name))]
         if self.bytes_wanted:
             parts.append(f"{self.bytes_read} bytes read for {self.bytes_wanted} wanted, {self.bytes_unverified} of them not verified")

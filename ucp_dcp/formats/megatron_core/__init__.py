@@ -82,6 +82,7 @@ def open_megatron_core(store: Store, prefix: str = "") -> MegatronSource:
     add_buckets(views, rest, common, vocab)
     add_run_state(views, common)
     source = views.build(_provenance(metadata, base, common), _doubt(base, common))
+    source.side_files = {prefix + CONFIG, *([LATEST] if prefix else []), *([common.file] if common.file.endswith(COMMON) else [])}
     _check_complete(source)
     return source
 

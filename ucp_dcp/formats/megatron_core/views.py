@@ -141,12 +141,14 @@ class MegatronSource(Source):
 
     Attributes:
         base: the stock DCP checkpoint below, with Megatron's own keys.
+        side_files: files of the checkpoint that hold no tensors.
     """
 
     def __init__(self, base: DcpSource, out: CatalogBuilder, places: Sequence[Place], provenance: Mapping[str, Any], doubt: str) -> None:
         super().__init__(out.build(), base.store, "megatron_core", provenance)
         self.base = base
         self.doubt = doubt
+        self.side_files: set[str] = set()
         self._places = list(places)
 
     def locate(self, chunks: NDArray[np.int64]) -> Located:
