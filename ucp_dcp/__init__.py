@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .errors import UCPError
     from .formats import MappedNames
     from .frameworks.pytorch import TrainState
+    from .garbage import GcReport, gc
     from .layout import Layout, PerRank
     from .names import Role
     from .planners.load_planner import UCPLoadPlanner
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "GcReport",
     "Layout",
     "LayoutSpec",
     "LoadReport",
@@ -47,6 +49,7 @@ __all__ = [
     "UCPStorageWriter",
     "VerifyReport",
     "__version__",
+    "gc",
     "latest",
     "load",
     "open_checkpoint",
@@ -56,6 +59,7 @@ __all__ = [
 
 _HOME = {
     "Checkpoint": "checkpoint",
+    "GcReport": "garbage",
     "Layout": "layout",
     "LayoutSpec": "spec",
     "LoadReport": "planners.report",
@@ -72,6 +76,7 @@ _HOME = {
     "UCPStorageReader": "storage.dcp_reader",
     "UCPStorageWriter": "storage.dcp_writer",
     "VerifyReport": "verification",
+    "gc": "garbage",
     "latest": "series",
     "load": "api",
     "open_checkpoint": "checkpoint",

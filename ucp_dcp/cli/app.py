@@ -11,6 +11,7 @@ import typer
 from .._version import __version__
 from ..errors import UCPError
 from .export import export
+from .gc import gc
 from .show import show
 from .text import one_line
 from .verify import verify
@@ -54,9 +55,10 @@ def _version(wanted: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """Look into training checkpoints of any parallelism, check them, export them."""
+    """Look into training checkpoints of any parallelism, check them, export them, clean up after them."""
 
 
 app.command()(reported(show))
 app.command()(verify)
 app.command()(reported(export))
+app.command()(reported(gc))

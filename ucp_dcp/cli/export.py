@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import FormatError
+from .options import StorageOptions, TargetOptions, parse_options
 from .progress import bar
 from .text import human_bytes, printable
 
@@ -38,6 +39,8 @@ def export(
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to put beside them.", show_default=False)
     ] = None,
+    storage_option: StorageOptions = None,
+    target_option: TargetOptions = None,
 ) -> None:
     """Write the weights of a checkpoint as safetensors files, with an index where there are several; no model is built."""
     from ..export import export_safetensors
@@ -47,9 +50,19 @@ def export(
         raise typer.BadParameter("--var, --root and --stored-names need --map")
     mapped = None if name_map is None else MappedNames(name_map, names, stored_names, _variables(var or []), root)
     about = None if config is None else _json(config)
+    options, targets = parse_options(storage_option), parse_options(target_option, "--target-option")
     with bar("export") as progress:
         report = export_safetensors(
-            url, target, names=mapped, source=source, dtype=dtype, shard_size=shard_size, config=about, progress=progress
+            url,
+            target,
+            names=mapped,
+            source=source,
+            dtype=dtype,
+            shard_size=shard_size,
+            config=about,
+            progress=progress,
+            storage_options=options,
+            target_options=targets,
         )
     for path, size in report.files.items():
         typer.echo(f"{printable(path)}  {human_bytes(size)}")

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .options import StorageOptions, parse_options
 from .text import console, human_bytes, printable
 
 if TYPE_CHECKING:
@@ -32,12 +33,13 @@ def show(
         Literal["ucp", "stock"] | None,
         typer.Option(help="Which one to open where a plain DCP save was written over one of ours.", show_default=False),
     ] = None,
+    storage_option: StorageOptions = None,
 ) -> None:
     """Show what a checkpoint holds. No tensor is read, except with --check."""
     from ..checkpoint import open_checkpoint
     from .summary import summarise, tensor_lines
 
-    checkpoint = open_checkpoint(url, prefer=prefer)
+    checkpoint = open_checkpoint(url, prefer=prefer, storage_options=parse_options(storage_option))
     summary = summarise(checkpoint)
     lines = tensor_lines(checkpoint) if tensors else None
     report = checkpoint.check() if check else None

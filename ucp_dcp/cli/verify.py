@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 from ..errors import UCPError
+from .options import StorageOptions, parse_options
 from .progress import bar
 from .text import console, one_line, printable
 
@@ -22,13 +23,15 @@ def verify(
         Literal["ucp", "stock"] | None,
         typer.Option(help="Which one is meant where a plain DCP save was written over one of ours.", show_default=False),
     ] = None,
+    storage_option: StorageOptions = None,
 ) -> None:
     """Read a whole checkpoint and compare it with its digests. Exit code 0: whole; 1: damaged; 2: it cannot be looked at."""
     from ..verification import verify as run
 
+    options = parse_options(storage_option)
     try:
         with bar("verify") as progress:
-            report = run(url, prefer=prefer, threads=threads, progress=progress)
+            report = run(url, prefer=prefer, threads=threads, progress=progress, storage_options=options)
     except BrokenPipeError:
         raise
     except (UCPError, OSError) as error:

@@ -46,6 +46,7 @@ __all__ = [
     "open_root",
     "read_manifest",
     "repair",
+    "root_state",
 ]
 
 METADATA = ".metadata"
@@ -210,6 +211,7 @@ def repair(store: Store, manifest: Manifest) -> Literal["consistent", "repaired"
         return state
     if manifest.metadata is None:
         store.delete(METADATA)
+        _yield_to_later(store, manifest.generation)
         return "repaired"
     path = f"{manifest.generation}/{METADATA}"
     try:
@@ -219,7 +221,13 @@ def repair(store: Store, manifest: Manifest) -> Literal["consistent", "repaired"
     if digest(data) != manifest.metadata.xxh3:
         raise CorruptCheckpointError(f"{path} has digest {digest(data)}, but the manifest states {manifest.metadata.xxh3}; it was damaged")
     store.put(METADATA, data)
+    _yield_to_later(store, manifest.generation)  # a commit between our looks would find its .metadata replaced by an older one
     return "repaired"
+
+
+def root_state(store: Store, manifest: Manifest) -> Literal["consistent", "outdated", "foreign"]:
+    """Whether the root ``.metadata`` is the committed generation's, one that :func:`repair` replaces, or somebody else's."""
+    return _compare(_ends_of(store), manifest)
 
 
 def collect(store: Store, *, orphan_age: float = ORPHAN_AGE, now: float | None = None) -> list[str]:
