@@ -16,9 +16,9 @@ class LoadReport:
     | object | param_groups``. kept: hyperparameters that stay as they are because the checkpoint cannot know them (key -> reason).
     unproven: parameters whose optimizer state could not be compared although its writer may have written it wrong (constant values, no
     second copy). skipped: keys left alone because of include/exclude, or unloadable with ``strict=False`` (key -> reason). bytes_read /
-    bytes_wanted / ranges: what our reader asked of the store on this rank (0 with a stock reader). bytes_verified / bytes_unverified: the wanted bytes
-    of tensors that were, and were not, checked against a digest (``verify`` of the reader says what is checked; stock DCP and DeepSpeed
-    checkpoints have no digests).
+    bytes_wanted / ranges: what our reader asked of the store on this rank (0 with a stock reader). bytes_verified / bytes_unverified: the
+    wanted bytes of tensors that were, and were not, checked against a digest (``verify`` of the reader says what is checked; stock DCP and
+    DeepSpeed checkpoints have no digests).
     """
 
     loaded: list[str] = field(default_factory=list)

@@ -11,9 +11,9 @@ import xxhash
 
 from ..catalog import Catalog
 from ..errors import CoverageError, UnsupportedError
-from ..geometry import check_cover
+from ..geometry import Box, boxes_to_array, check_cover, intersect_pairs
 
-__all__ = ["check_covered", "check_groups", "identity"]
+__all__ = ["Piece", "check_covered", "check_groups", "identity", "pieces_of"]
 
 
 def identity(catalog: Catalog) -> str:
@@ -33,6 +33,62 @@ def check_groups(key: str, t: int, catalog: Catalog) -> None:
         op = catalog.groups[g]["op"]
         if op != "copy":
             raise UnsupportedError(f"tensor {key!r} is stored in parts that must be combined by {op!r}; this version cannot do that")
+
+
+_FEW = 256  # pairs of a wanted box and a chunk that are looked at one by one: numpy's fixed costs are higher
+
+Piece = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""(wanted box, chunk, offset, size) of the elements that both hold."""
+
+
+def pieces_of(key: str, stored: str, wanted: Sequence[Box], chunks: npt.NDArray[np.int64]) -> list[Piece]:
+    """Which chunks (k, 2, n) fill the wanted boxes, sorted by (box, chunk).
+
+    Raises CoverageError where an element of a wanted box is in no chunk or in several.
+    """
+    if len(wanted) * len(chunks) <= _FEW:
+        pieces = _few(wanted, chunks.tolist())
+        if pieces is not None:
+            return pieces
+    iw, ih, parts = intersect_pairs(boxes_to_array(wanted, chunks.shape[2]), chunks)
+    check_covered(key, stored, wanted, iw, ih, parts)
+    return [(w, h, tuple(o), tuple(n)) for w, h, (o, n) in zip(iw.tolist(), ih.tolist(), parts.tolist(), strict=True)]
+
+
+def _few(wanted: Sequence[Box], chunks: list[list[list[int]]]) -> list[Piece] | None:
+    """The same where it is seen at once that the chunks tile each box as a grid does (slabs, tiles); None where it is not."""
+    pieces: list[Piece] = []
+    for w, box in enumerate(wanted):
+        first = len(pieces)
+        for h, (begin, extent) in enumerate(chunks):
+            offset, size = [], []
+            for a, m, b, n in zip(box.offset, box.size, begin, extent, strict=True):
+                low = a if a > b else b
+                high = a + m if a + m < b + n else b + n
+                if low >= high:
+                    break
+                offset.append(low)
+                size.append(high - low)
+            else:
+                pieces.append((w, h, tuple(offset), tuple(size)))
+        if not _tile(pieces[first:], box, 0):
+            return None
+    return pieces
+
+
+def _tile(pieces: Sequence[Piece], box: Box, dim: int) -> bool:
+    """Whether the pieces, which are alike in the dims before ``dim``, make up the box there: intervals end to end, each tiled likewise."""
+    if dim == len(box.size):
+        return len(pieces) == 1
+    groups: dict[tuple[int, int], list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault((piece[2][dim], piece[3][dim]), []).append(piece)
+    at = box.offset[dim]
+    for begin, extent in sorted(groups):
+        if begin != at:
+            return False
+        at += extent
+    return at == box.offset[dim] + box.size[dim] and all(_tile(group, box, dim + 1) for group in groups.values())
 
 
 def check_covered(
