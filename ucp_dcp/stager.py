@@ -13,10 +13,10 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
@@ -135,7 +135,6 @@ class UCPStager(AsyncStager):
         self._buffers.append(buffer)
         return buffer
 
-
     def _free(self) -> list[_Buffer]:
         return [buffer for buffer in self._buffers if not buffer.in_use()]
 
@@ -213,8 +212,7 @@ def _staged_by_torch(tensor: torch.Tensor) -> Any:
         stager.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a tensor lies in the memory: byte of its first element, element strides."""
 
     offset: int
@@ -227,13 +225,14 @@ class _Places:
     def __init__(self, tensors: Any) -> None:
         self.places: dict[int, _Place] = {}
         self.nbytes = 0
-        self._parts: list[tuple[torch.Tensor, int, int, int]] = []  # of which storage, first byte, bytes, where to
+        self._moves: list[tuple[int, int, int]] = []  # host address, bytes, where to
+        self._parts: list[tuple[torch.Tensor, int, int, int]] = []  # of which device storage, first byte, bytes, where to
         self._gathered: list[tuple[torch.Tensor, int]] = []
-        spans: dict[tuple[torch.device, int], list[tuple[int, int, torch.Tensor]]] = {}
+        spans: dict[tuple[bool, int], list[tuple[int, int, torch.Tensor]]] = {}  # by address, which is one of the host or of a device
         same: dict[tuple[Any, ...], _Place] = {}
         for tensor in tensors:
             start = int(tensor.storage_offset()) * tensor.itemsize
-            length = _extent(tensor)
+            length = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
             if length > 2 * tensor.nbytes + 4096:
                 key = (tensor.device, tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
                 if key not in same:
@@ -241,14 +240,16 @@ class _Places:
                     self._gathered.append((tensor, same[key].offset))
                 self.places[id(tensor)] = same[key]
             else:
-                where = (tensor.device, tensor.untyped_storage().data_ptr())
+                where = (tensor.is_cpu, tensor.untyped_storage().data_ptr())
                 spans.setdefault(where, []).append((start, start + length, tensor))
-        for own in spans.values():
+        for (on_host, address), own in spans.items():
             own.sort(key=lambda span: span[:2])
             for group, first, last in _joined(own):
                 first -= first % _ALIGN  # every dtype stays aligned
                 at = self._take(last - first)
-                if last > first:
+                if on_host:
+                    self._moves.append((address + first, last - first, at))
+                else:
                     self._parts.append((group[0], first, last - first, at))
                 for tensor in group:
                     self.places[id(tensor)] = _Place(at + int(tensor.storage_offset()) * tensor.itemsize - first, tensor.stride())
@@ -260,24 +261,17 @@ class _Places:
 
     def copy_into(self, memory: torch.Tensor, threads: int | None) -> None:
         """Copy everything; all of it is there on return."""
-        base = memory.data_ptr()
-        jobs: list[Callable[[], Any]] = []
         devices = set()
         for tensor, first, length, at in self._parts:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == "cpu":
-                for part in range(0, length, _PART):
-                    jobs.append(_memmove(base + at + part, storage.data_ptr() + first + part, min(_PART, length - part)))
-            else:
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, first, (length,), (1,))
-                memory[at : at + length].copy_(source, non_blocking=True)
-                devices.add(tensor.device)
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), first, (length,), (1,))
+            memory[at : at + length].copy_(source, non_blocking=True)
+            devices.add(tensor.device)
         for tensor, at in self._gathered:
             target = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.size())
             target.copy_(tensor, non_blocking=True)
             if tensor.device.type != "cpu":
                 devices.add(tensor.device)
-        _run(jobs, threads, sum(length for _, _, length, _ in self._parts))
+        _move(self._moves, memory.data_ptr(), threads)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -312,17 +306,31 @@ def _joined(spans: list[tuple[int, int, torch.Tensor]]) -> Iterator[tuple[list[t
         yield group, first, last
 
 
-def _memmove(target: int, source: int, length: int) -> Callable[[], Any]:
-    return lambda: ctypes.memmove(target, source, length)  # other threads run meanwhile
-
-
-def _run(jobs: list[Callable[[], Any]], threads: int | None, nbytes: int) -> None:
+def _move(moves: list[tuple[int, int, int]], base: int, threads: int | None) -> None:
+    """Copy (address, bytes, where to from ``base``), by several threads: memmove leaves the others running."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(threads or min(4, cores), len(jobs))
-    if workers < 2 or nbytes < _ALONE:
-        for job in jobs:
-            job()
+    workers = threads or min(4, cores)
+    batches: list[list[tuple[int, int, int]]] = [[]]
+    room = _PART
+    for address, length, at in moves:
+        done = 0
+        while done < length:
+            part = min(length - done, room)
+            batches[-1].append((base + at + done, address + done, part))
+            done, room = done + part, room - part
+            if not room:
+                batches.append([])
+                room = _PART
+    if workers < 2 or len(batches) * _PART < _ALONE:
+        for batch in batches:
+            _move_all(batch)
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="ucp-stage") as pool:
-        for _ in pool.map(lambda job: job(), jobs):
+        for _ in pool.map(_move_all, batches):
             pass
+
+
+def _move_all(batch: list[tuple[int, int, int]]) -> None:
+    memmove = ctypes.memmove
+    for target, source, length in batch:
+        memmove(target, source, length)
