@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,22 @@ def test_a_hugging_face_folder_tells_its_heads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CorruptCheckpointError, match=r"config\.json is list, expected an object"):
         ucp_dcp.open_checkpoint(tmp_path, names=MappedNames("llama", "megatron"))
+
+
+def test_real_megatron_files(tmp_path: Path) -> None:
+    """The same job as legacy files and as torch_dist, under Hugging Face's names: the same tensors, state and steps; args tell the heads."""
+    root = os.environ.get("UCP_DCP_EXTRA_DATA")
+    if root is None:
+        pytest.skip("UCP_DCP_EXTRA_DATA names no folder of checkpoints")
+    names = MappedNames("llama", "huggingface")
+    views = [
+        ucp_dcp.open_checkpoint(Path(root) / "megatron" / name, names=names)
+        for name in ("llama_tp2pp2dp2_torch", "llama_tp2pp2dp2_fr", "llama_tp2pp2dp2_dp")
+    ]
+    tensors = [n for n in views[0] if not n.endswith(".step")]
+    assert len(tensors) > 100
+    for name in tensors:
+        first, *others = (view[name].read() for view in views)
+        assert all(torch.equal(first, other) for other in others), name
+    step = "optim.state.model.layers.3.self_attn.k_proj.weight.step"
+    assert views[0].objects[step] == 2.0

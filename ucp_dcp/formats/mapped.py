@@ -241,9 +241,14 @@ class _Builder:
             for cut in cuts:
                 pieces += 1
                 self._add(handle, entry.rows[cut.source], cut, pieces)
+        objects: dict[str, ObjectRow] = {}
         for row in self.catalog.objects:
             for renamed in _named(row, became):
-                self.out.add_object(renamed)
+                other = objects.setdefault(renamed.key, renamed)
+                if other is not renamed and (other.encoding, other.value) != (renamed.encoding, renamed.value):
+                    raise SpecError(f"{renamed.key!r} would be {other.value!r} and {renamed.value!r}: parameters that become one differ in it")
+        for row in objects.values():
+            self.out.add_object(row)
         base = np.concatenate(self.bases) if self.bases else np.zeros(0, np.int64)
         return MappedSource(self.base, self.out, _Chunks(base, self.parts.delta, self.parts.dims), same, became, left_out)
 
@@ -292,10 +297,15 @@ class _Builder:
 
 
 def _named(row: ObjectRow, became: Mapping[str, list[str]]) -> list[ObjectRow]:
-    """``param_groups.<parameter>.<field>`` (torch's flattened form) under the new names; any other object as it is."""
-    head, mark, rest = row.key.partition("param_groups.")
-    name, dot, field = rest.rpartition(".")
-    if not mark or (head and not head.endswith(".")) or not dot or name not in became:
-        return [row]
-    keys = [f"{head}{mark}{new}.{field}" for new in became[name]]
-    return [replace(row, key=key, fqn=key if row.fqn else "", path=(key,)) for key in keys]
+    """What belongs to one parameter under its new names; any other object as it is.
+
+    That is ``param_groups.<parameter>.<field>`` (torch's flattened form), and ``optim.state.<parameter>.<state>`` that is no tensor (the
+    step of Megatron's distributed optimizer).
+    """
+    for mark in ("param_groups.", "optim.state."):
+        head, found, rest = row.key.partition(mark)
+        name, dot, field = rest.rpartition(".")
+        if found and dot and (not head or head.endswith(".")) and name in became:
+            keys = [f"{head}{mark}{new}.{field}" for new in became[name]]
+            return [replace(row, key=key, fqn=key if row.fqn else "", path=(key,)) for key in keys]
+    return [row]
