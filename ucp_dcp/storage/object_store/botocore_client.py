@@ -144,7 +144,19 @@ class BotocoreClient:
 
     def head(self, key: str) -> Found:
         """See :meth:`ObjectClient.head`."""
-        return _found(self._call("head_object", Key=key))
+        try:
+            return _found(self._call("head_object", Key=key))
+        except Failed as failed:
+            if failed.kind != "refused":
+                raise
+            # The answer to a HEAD has no body that could say why.
+            try:
+                answer = self._call("get_object", Key=key, Range="bytes=0-0")
+            except Failed as told:
+                raise (failed if told.kind == "range" else told) from None
+            answer["Body"].close()
+            found = _found(answer)
+            return Found(int(answer["ContentRange"].rpartition("/")[2]), found.etag, found.nonce)
 
     def get(self, key: str, start: int, into: memoryview, etag: str | None) -> Found:
         """See :meth:`ObjectClient.get`."""

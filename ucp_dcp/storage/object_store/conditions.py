@@ -62,7 +62,7 @@ def probe(store: ObjectStore) -> None:
     path = f".ucp.json.{secrets.token_hex(8)}.tmp"  # a name that `collect` deletes, should we die here
     key = store.key(path)
     try:
-        for turn in range(2):
+        for _ in range(2):
             nonce = secrets.token_hex(16)
             try:
                 store.request(path, "writing a probe", partial(_probe, store, key, nonce))
@@ -74,7 +74,7 @@ def probe(store: ObjectStore) -> None:
                 if failed.kind == "unconditional":
                     give_up(store, failed.text)
                     return
-                raise store.translated(failed, path, f"writing a probe ({turn + 1} of 2)") from failed
+                raise store.translated(failed, path, "writing a probe") from failed
         give_up(store, "it wrote one object twice")
     finally:
         with contextlib.suppress(StoreError):

@@ -43,6 +43,8 @@ def failed_of(error: BaseException, operation: str, *, wanted: str | None = None
     text = f"{operation}: {type(error).__name__}: {_plain(error)}"
     if isinstance(error, (known.NoCredentialsError, known.PartialCredentialsError, known.CredentialRetrievalError)):
         return Failed("refused", f"{text}; give key= and secret=, a profile=, or anon=True in storage_options")
+    if isinstance(error, RecursionError):  # botocore follows redirects without end
+        return Failed("refused", f'{operation}: the server redirects without naming a region; say client_kwargs={{"region_name": ...}}')
     if isinstance(error, known.SSLError):
         return Failed("refused", text)
     if isinstance(error, (known.ConnectTimeoutError, known.EndpointConnectionError, known.ProxyConnectionError)):

@@ -183,12 +183,15 @@ class ObjectStore:
         except Failed as failed:
             raise StoreError(f"{self.url}: listing {prefix or 'everything'} failed: {failed.text}") from failed
 
-    def uploads(self) -> Iterator[Upload]:
-        """Multipart uploads below the root that were neither completed nor aborted; of clients without parts of their own: none."""
+    def uploads(self, prefix: str = "") -> Iterator[Upload]:
+        """Multipart uploads, of paths that start with ``prefix``, that were neither completed nor aborted.
+
+        A client without parts of its own tells of none.
+        """
         if not hasattr(self.client, "uploads"):
             return
         try:
-            yield from self._parts.uploads(self._prefix, self._again("listing unfinished uploads"))
+            yield from self._parts.uploads(self._prefix + prefix, self._again("listing unfinished uploads"))
         except Failed as failed:
             raise StoreError(f"{self.url}: listing unfinished uploads failed: {failed.text}") from failed
 

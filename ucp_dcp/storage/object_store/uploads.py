@@ -49,8 +49,32 @@ class _Upload:
     def __init__(self, store: ObjectStore, client: PartClient, path: str) -> None:
         self._store, self._client, self.path = store, client, path
         self._key, self._nonce = store.key(path), secrets.token_hex(16)
-        self._id = self._request("starting its upload", lambda _: client.begin(self._key, self._nonce))
         self._tags: dict[int, dict[str, str]] = {}
+        self._id = ""
+        unsure = False
+
+        def attempt(attempts: Attempts) -> str:
+            nonlocal unsure
+            try:
+                return client.begin(self._key, self._nonce)
+            except Failed as failed:
+                unsure |= failed.unsure
+                raise
+
+        try:
+            self._id = self._request("starting its upload", attempt)
+        finally:
+            if unsure:
+                self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Abort uploads that were started by requests whose answers were lost. Nobody else writes this path at the same time."""
+        try:
+            for upload in list(self._store.uploads(self.path)):
+                if upload.key == self._key and upload.upload_id != self._id:
+                    self._store.abort_upload(upload)
+        except StoreError as error:
+            _log.warning("%s; an upload without parts may stay (ucp gc, or a lifecycle rule for unfinished uploads)", error)
 
     def part(self, number: int, data: bytes | bytearray) -> None:
         """Upload one part, from any thread."""
