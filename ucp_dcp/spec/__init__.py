@@ -7,6 +7,7 @@ from .model import Rule, StateSpec, Step, Variable, check_variables
 from .name_map import MappedTensor, NameMap, NamePlan, ready_name_maps
 from .names import NameGlob, Template
 from .parse import LayoutSpec, ready_specs
+from .universal import from_universal_info
 
 __all__ = [
     "Expr",
@@ -22,6 +23,7 @@ __all__ = [
     "Template",
     "Variable",
     "check_variables",
+    "from_universal_info",
     "lint",
     "mla_down_sharded",
     "ready_name_maps",
