@@ -1,6 +1,7 @@
 """Public bug reports about local storage and commit. One process unless ranks matter; ``test_d05_...`` is case D05.
 
-D02, D04: every crash of a save is in tests/storage/test_crash.py; here a rank is really killed. D15, D16: tests/security and tests/attacks.
+D02, D04: every crash of a save is in tests/storage/test_crash.py; here a rank is really killed. D15, D16: also tests/security and
+tests/attacks. D19: what a cached plan depends on is in tests/planners/test_plan_cache.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import resource
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from meshes import Groups, fresh_meshes
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, Shard
+from typer.testing import CliRunner
 
 import ucp_dcp
 from ucp_dcp import PerRank, UCPSavePlanner, UCPStorageWriter
+from ucp_dcp.cli.app import app
 from ucp_dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, UCPError, UnsafePickleError
 from ucp_dcp.storage.local import LocalStore
 
@@ -171,6 +178,11 @@ def test_d08_d09_the_newest_is_what_was_committed(tmp_path: Path) -> None:
         with pytest.raises(BaseException, match="the disk is gone"):
             dcp.async_save(live, storage_writer=writer, planner=UCPSavePlanner()).result(timeout=60)
         assert ucp_dcp.latest(tmp_path).endswith("step-5")
+        again = _Slow(tmp_path / "step-5")  # over the old one: it stays, and stays whole
+        again.fails = True
+        with pytest.raises(BaseException, match="the disk is gone"):
+            dcp.async_save(live, storage_writer=again, planner=UCPSavePlanner()).result(timeout=60)
+        assert ucp_dcp.open_checkpoint(newest).objects["step"] == 5 and ucp_dcp.verify(newest).ok
     finally:
         dist.destroy_process_group()
 
@@ -218,6 +230,45 @@ def test_d11_folders_that_are_not_shared(ranks: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("ucp.json"))
 
 
+def load_apart(rank: int, world: int, url: str) -> str:
+    try:
+        ucp_dcp.load({"w": torch.zeros(2), "v": torch.zeros(2)}, f"{url}/{rank}")
+    except UCPError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_d11_loading_from_folders_that_are_not_shared(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Rank 0's folder is whole; rank 1's holds what one rank of a stock save leaves on its own disk."""
+    state = {"w": torch.ones(2), "v": torch.ones(2)}
+    if kind == "ours":
+        ucp_dcp.save(state, tmp_path / "0")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "0", no_dist=True)
+    (tmp_path / "1").mkdir()
+    for text in ranks.run(2, load_apart, str(tmp_path)):
+        assert "rank 1" in text and str(tmp_path / "1") in text and "nothing here" in text
+    if kind == "stock":
+        shutil.copy(tmp_path / "0/.metadata", tmp_path / "1")  # and the data file is on the other machine
+        for text in ranks.run(2, load_apart, str(tmp_path)):
+            assert "rank 1" in text and "__0_0.distcp" in text and "missing" in text
+
+
+def half(rank: int, world: int, url: str) -> tuple[int, int, bool]:
+    """(growth of the peak beyond the destination, bytes read, whether it is right) of a load of half the rows into a DTensor."""
+    with fresh_meshes():
+        local = torch.zeros(8192 // world, 8192)
+        mesh = Groups().mesh(world)
+        state = {"w": DTensor.from_local(local, mesh, [Shard(0)])}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        report = ucp_dcp.load(state, url)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        first = rank * 8192 // world
+        right = bool((local == torch.arange(first, first + len(local), dtype=torch.float32)[:, None]).all())
+    return grown * 1024, report.bytes_read, right
+
+
 def one_eighth(rank: int, world: int, url: str) -> tuple[int, int, int]:
     """(growth of the peak in bytes, bytes read, right elements) of a load of 1/8 of the rows."""
     rows = 8192 // 8
@@ -244,6 +295,8 @@ def test_d12_a_part_of_a_large_tensor(ranks: Any, tmp_path: Path) -> None:
     for kind in ("stock", "ours"):
         for grown, read, right in ranks.run(2, one_eighth, str(tmp_path / kind)):
             assert right and read <= (32 << 20) * 1.01 + 4096 and grown <= (32 + 64) << 20, kind
+        for grown, read, right in ranks.run(2, half, str(tmp_path / kind)):
+            assert right and read <= (128 << 20) * 1.01 + 4096 and grown <= 64 << 20, kind
 
 
 @pytest.mark.slow
@@ -288,6 +341,8 @@ def test_d15_d16_nothing_is_run(tmp_path: Path) -> None:
     (tmp_path / "m/.metadata").write_bytes(pickle.dumps(Crafted(marker)))
     with pytest.raises(UCPError):
         ucp_dcp.open_checkpoint(tmp_path / "m")
+    for command in ("show", "verify"):
+        assert CliRunner().invoke(app, [command, str(tmp_path / "m")]).exit_code != 0
     dcp.save({"o": Crafted(marker), "w": torch.ones(1)}, checkpoint_id=tmp_path / "o", no_dist=True)
     ucp_dcp.save({"o": Crafted(marker), "w": torch.ones(1)}, tmp_path / "u")
     marker.rmdir() if marker.exists() else None  # the stock save itself may look at the value
@@ -326,9 +381,48 @@ print(data["version"], data["tensors"]["model.a.b"])
     assert found.split() == ["1", "[0,", "'a.b',", "'',", "'']"]
 
 
-def test_d20_the_order_of_a_listing_means_nothing(ranks: Any, tmp_path: Path) -> None:
+def changed_states() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "first", {"w": torch.ones(2), "n": 1}
+    yield "values", {"w": torch.full((2,), 5.0), "n": 2}
+    yield "another key", {"w": torch.ones(2), "v": torch.full((3,), 2.0), "n": 3}
+    yield "another shape", {"w": torch.ones(3), "v": torch.full((3,), 2.0), "n": 3}
+    yield "another dtype", {"w": torch.ones(3, dtype=torch.float64), "v": torch.full((3,), 2.0), "n": 3}
+    yield "keys exchanged", {"v": torch.ones(3, dtype=torch.float64), "w": torch.full((3,), 2.0), "n": 3}
+    yield "an object becomes a tensor", {"v": torch.ones(3, dtype=torch.float64), "w": torch.full((3,), 2.0), "n": torch.tensor(3)}
+    yield "a key less", {"w": torch.full((3,), 2.0)}
+
+
+def save_each(rank: int, world: int, url: str) -> list[str]:
+    """One planner and one writer for states that change. Returns what did not come back."""
+    writer, planner, wrong = UCPStorageWriter(url), UCPSavePlanner(), []
+    for what, state in changed_states():
+        dcp.save(state, storage_writer=writer, planner=planner)
+        found = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for k, v in state.items()}
+        report = ucp_dcp.load(found, url, strict="exact", dtype="error")
+        if report.unexpected or any(not torch.equal(torch.as_tensor(found[k]), torch.as_tensor(v)) for k, v in state.items()):
+            wrong.append(what)
+        dist.barrier()
+    return wrong
+
+
+def test_d19_a_plan_is_not_used_for_another_state(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(2, save_each, str(tmp_path / "c")) == [[], []]
+
+
+def save_safetensors(rank: int, world: int, url: str) -> None:
+    state = {k: v for i, (k, v) in enumerate(values(0).items()) if i % world == rank}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(url, save_distributed=True))
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock", "safetensors"])
+def test_d20_the_order_of_a_listing_means_nothing(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Shards of safetensors files are found by listing, and shared out over the ranks in the order of the list."""
     url = str(tmp_path / "c")
-    ranks.run(4, save_own, url, 0)
+    if kind == "stock":
+        dcp.save(values(0), storage_writer=dcp.FileSystemWriter(url, single_file_per_rank=False), no_dist=True)
+    else:
+        ranks.run(4, save_own if kind == "ours" else save_safetensors, url, *([0] if kind == "ours" else []))
+    assert len([p for p in Path(url).rglob("*") if p.suffix in (".distcp", ".safetensors")]) >= 4
     assert ranks.run(2, load_reversed, url) == [[float(i) for i in range(8)]] * 2
 
 

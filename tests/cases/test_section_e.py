@@ -1,6 +1,4 @@
 """Public bug reports about async saves, process groups and failures, on real gloo ranks. ``test_e04_...`` is case E04.
-
-E01 (values of a later step) is tests/integration/test_state.py::test_async_save, by thread and by process.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +48,40 @@ def loaded(url: str, **kwargs: Any) -> set[float]:
     state = values(-9)
     ucp_dcp.load(state, url, **kwargs)
     return {float(x) for v in state.values() for x in v}
+
+
+def change_behind_it(rank: int, world: int, url: str, process: bool, own: bool) -> list[Any]:
+    """A tensor, a 0-d tensor on the CPU, a nested list, a numpy array; all change in place right after the call."""
+    _async_process_executor._CHECKPOINT_PROCESS = None
+    w, step, nested, numbers = torch.ones(3), torch.tensor(1.0), [1], np.ones(2)
+    try:
+        future = dcp.async_save(
+            {"w": w, "optim": {"step": step, "nested": {"x": nested}}, "numbers": numbers},
+            storage_writer=SlowWriter(url),
+            planner=UCPSavePlanner(),
+            async_stager=UCPStager() if own else None,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD,
+            process_group=own_group(),
+        )
+        w.fill_(-1)
+        step.add_(1)
+        nested.append(2)
+        nested[0] = 7
+        numbers[:] = 5
+        future.result(timeout=100)
+    finally:
+        _async_process_executor._CHECKPOINT_PROCESS = None
+    dist.barrier()
+    checkpoint = ucp_dcp.open_checkpoint(url)
+    tensors = [checkpoint[name].read().tolist() for name in ("w", "optim.step")]
+    return [*tensors, checkpoint.objects["optim.nested.x"], checkpoint.objects["numbers"].tolist()]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["stock stager", "UCPStager"])
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
+def test_e01_values_of_a_later_step(ranks: Any, tmp_path: Path, process: bool, own: bool) -> None:
+    found = ranks.run(2, change_behind_it, str(tmp_path / "c"), process, own, timeout=150)
+    assert found == [[[1.0] * 3, 1.0, [1], [1.0, 1.0]]] * 2
 
 
 def load_while_saving(rank: int, world: int, url: str) -> tuple[str, set[float], set[float]]:
@@ -163,6 +196,18 @@ def slow_rank(rank: int, world: int, url: str) -> set[float]:
     for _ in range(3):
         dist.barrier(group=training)  # training goes on, and its short timeout does not see the slow disk
     future.result(timeout=60)
+    dist.barrier()
+    assert loaded(url) == {3.0}
+    # a group for checkpoints that is too short: an error, and neither a hang nor the end of the process
+    late = dcp.async_save(values(4), storage_writer=writer, planner=UCPSavePlanner(), process_group=own_group(2))
+    text = ""
+    try:
+        late.result(timeout=60)
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+    if rank == 0:
+        assert "time" in text.lower(), text
+    time.sleep(4 if rank == 0 else 0)
     dist.barrier()
     return loaded(url)
 
