@@ -23,6 +23,7 @@ from ..errors import (
     CorruptCheckpointError,
     ForeignSaveError,
     FormatError,
+    StoreChangedError,
     StoreError,
     StoreExistsError,
     StoreNotFoundError,
@@ -168,24 +169,30 @@ def check_visible(store: Store, generation: str, files: Mapping[str, int]) -> No
     Raises StoreError that names the ranks whose files are not there: folders of the same name on different machines are not one folder.
     """
     seen = {entry.path: entry.size for entry in store.list(f"{check_generation(generation)}/")}
-    hidden: dict[str, str] = {}
+    hidden: dict[str, list[str]] = {}  # rank -> what is wrong with its files
     for path, size in files.items():
+        rank = _rank_of(path)
         found = seen.get(path)
         if found is None:  # a listing may be behind
             try:
                 found = store.size(path)
             except StoreNotFoundError:
-                hidden[path] = f"{path} is not there"
+                hidden.setdefault(rank, []).append(f"{path} is not there")
                 continue
         if found != size:
-            hidden[path] = f"{path} has {found} bytes instead of {size}"
+            hidden.setdefault(rank, []).append(f"{path} has {found} bytes instead of {size}")
     if hidden:
-        ranks = [f"rank {path.rpartition('/')[2].removeprefix('__').partition('_')[0]} ({why})" for path, why in hidden.items()]
-        shown = ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+        ranks = [f"rank {rank} ({why[0]})" for rank, why in hidden.items()]
+        shown = ", ".join(ranks[:4]) + (f"; all of them: {', '.join(hidden)}" if len(ranks) > 4 else "")
         raise StoreError(
-            f"{store.url}: the coordinator does not see what {len(hidden)} of {len(files)} ranks wrote: {shown}. A checkpoint must be on "
-            "storage that is shared by all ranks, not on a disk of each node; nothing was committed"
+            f"{store.url}: the coordinator does not see what {len(hidden)} of {len({_rank_of(path) for path in files})} ranks wrote: "
+            f"{shown}. A checkpoint must be in one place that is shared by all ranks, not on a disk of each node or in buckets of their own; "
+            "nothing was committed"
         )
+
+
+def _rank_of(path: str) -> str:
+    return path.rpartition("/")[2].removeprefix("__").partition("_")[0]
 
 
 def abandon(store: Store, generation: str) -> None:
@@ -427,8 +434,8 @@ def _ends_of(store: Store) -> _Ends | None:
             store.read_ranges([Range(METADATA, start, length) for start, length in spans], views)
         except StoreNotFoundError:
             return None
-        except CorruptCheckpointError:
-            # Replaced by a shorter one between the two calls.
+        except (CorruptCheckpointError, StoreChangedError):
+            # Replaced between two calls.
             if attempt == _OPEN_ATTEMPTS - 1:
                 raise
             continue
