@@ -17,7 +17,7 @@ from storage.test_crash import RANKS, found, save_together
 from ucp_dcp.errors import CheckpointNotFoundError
 from ucp_dcp.storage.object_store import ObjectStore
 from ucp_dcp.storage.store import open_store
-from ucp_dcp.testing.crash import MODES, Fault, FaultyStore
+from ucp_dcp.testing.crash import MODES, Fault, FaultyStore, Mode
 from ucp_dcp.testing.fault_proxy import FaultProxy, Rule
 from ucp_dcp.testing.servers import options_for
 
@@ -118,17 +118,23 @@ def every(step: int, total: int) -> list[int]:
     return sorted({*range(0, total, step), total - 1})
 
 
-CASES = [
-    pytest.param(RANKS, SMALL, True, 29, id="overwrite"),
-    pytest.param(1, PARTS, True, 29, id="parts"),
+OVERWRITE = pytest.param(RANKS, SMALL, True, 29, id="overwrite")
+IN_PARTS = pytest.param(1, PARTS, True, 29, id="parts")
+SLOW = [
     pytest.param(RANKS, SMALL, True, 1, id="overwrite-all", marks=pytest.mark.slow),
     pytest.param(RANKS, SMALL, False, 1, id="first-all", marks=pytest.mark.slow),
     pytest.param(1, PARTS, True, 1, id="parts-all", marks=pytest.mark.slow),
 ]
 
 
+def modes_of(name: str) -> tuple[Mode, ...]:
+    """Without the runs that are another one over again: an end before a read is one behind the operation before."""
+    kind = name.split()[0]
+    return ("fail",) if kind in ("size", "read", "list") else MODES if kind in ("write", "write_at", "put") else MODES[:-1]
+
+
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("ranks", "n", "old", "step"), CASES)
+@pytest.mark.parametrize(("ranks", "n", "old", "step"), [OVERWRITE, *SLOW])
 def test_every_operation(base: ObjectStore, ranks: int, n: int, old: bool, step: int) -> None:
     """With a step, every so many-th operation, and the modes in turn."""
     names = operations(base, ranks, n, old)
@@ -137,7 +143,7 @@ def test_every_operation(base: ObjectStore, ranks: int, n: int, old: bool, step:
     seen = set()
     turn = itertools.cycle(MODES)
     for at in every(step, len(names)):
-        for mode in MODES if step == 1 else [next(turn)]:
+        for mode in modes_of(names[at]) if step == 1 else [next(turn)]:
             store = place(base, new_root())
             if old:
                 save_together([store] * ranks, 1.0, n=n)
@@ -172,7 +178,7 @@ PASSING = {
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("ranks", "n", "old", "step"), CASES)
+@pytest.mark.parametrize(("ranks", "n", "old", "step"), [OVERWRITE, IN_PARTS, *SLOW])
 def test_every_request(base: ObjectStore, through: ObjectStore, proxy: FaultProxy, ranks: int, n: int, old: bool, step: int) -> None:
     """From one request on nothing comes through, or no answer to it either: what is seen past the proxy is old or new."""
     total = requests_of(base, through, proxy, ranks, n, old)
@@ -196,7 +202,7 @@ def test_every_request(base: ObjectStore, through: ObjectStore, proxy: FaultProx
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("ranks", "n", "old", "step"), CASES)
+@pytest.mark.parametrize(("ranks", "n", "old", "step"), [IN_PARTS, *SLOW])
 def test_a_request_that_fails_in_passing(
     base: ObjectStore, through: ObjectStore, proxy: FaultProxy, ranks: int, n: int, old: bool, step: int
 ) -> None:
