@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import MissingKeysError
 from .names import Role
-from .planners.consistency import SLAB, comparable, states_of
+from .planners.consistency import SLAB, comparable, is_halved, states_of
 
 if TYPE_CHECKING:
     from .catalog import Catalog, TensorRow
@@ -149,6 +149,8 @@ def _check_one(
         return found("inconsistent", f"the master has shape {list(master.shape)}, the weight {list(weight.shape)}", elements)
     if _same_bytes(checkpoint.catalog, master, weight):
         return found("unproven", "no second copy: master and weight are the same stored bytes")
+    if is_halved(checkpoint.catalog, master):
+        return found("unproven", "no second copy: the master is stored as the weight and what rounding took from it")
     if not comparable(master.dtype) or not comparable(weight.dtype):
         return found("unproven", f"{master.dtype} is not rounded to {weight.dtype} by a cast alone")
     if not elements:

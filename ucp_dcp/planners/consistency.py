@@ -43,13 +43,54 @@ def read_box(
     digests: Digests | None = None,
     stats: ReadStats | None = None,
 ) -> None:
-    """Read a box of a tensor into ``out``. Raises CoverageError, UnsupportedError, StoreError, CorruptCheckpointError."""
+    """Read a box of a tensor into ``out``; the halves of a master are combined. Raises CoverageError, UnsupportedError, StoreError,
+    CorruptCheckpointError.
+    """
     if box.empty:
         return
+    if is_halved(source.catalog, row):
+        weight = source.catalog.find_named(Role.WEIGHT, row.fqn, "")
+        if weight is None:
+            raise CorruptCheckpointError(f"{row.key!r}: its high half, the bfloat16 weight of {row.fqn!r}, is not there")
+        for part in slabs(box, SLAB):
+            high = torch.empty(part.size, dtype=torch.bfloat16)
+            low = torch.empty(part.size, dtype=torch.int16)
+            _read_raw(source, source.catalog.tensor(weight), part, high, verify, digests, stats)
+            _read_raw(source, row, part, low, verify, digests, stats)
+            view = out
+            for dim, (a, n, b) in enumerate(zip(part.offset, part.size, box.offset, strict=True)):
+                view = view.narrow(dim, a - b, n)
+            view.copy_(join_halves(high, low))
+        return
+    check_groups(row.key, row.index, source.catalog)
+    _read_raw(source, row, box, out, verify, digests, stats)
+
+
+def is_halved(catalog: Catalog, row: TensorRow) -> bool:
+    """Whether a tensor is stored as the remainder of its weight (``bf16_remainder``)."""
+    if not catalog.groups:
+        return False
+    groups = catalog.groups_of(row.index)
+    return bool(len(groups)) and int(groups[0]) >= 0 and catalog.groups[int(groups[0])]["op"] == "bf16_remainder"
+
+
+def join_halves(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and an int16 remainder: fp32 bits = ((weight bits - (remainder < 0)) << 16) | remainder.
+
+    The weight is the master rounded by its remainder: a negative one means that it was rounded up. Source: Transformer Engine,
+    ``multi_tensor/adam.cu``.
+    """
+    low = remainder.to(torch.int32)
+    high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+
+
+def _read_raw(
+    source: Source, row: TensorRow, box: Box, out: torch.Tensor, verify: Verify, digests: Digests | None, stats: ReadStats | None
+) -> None:
     catalog = source.catalog
     ndim = len(row.shape)
     boxes = catalog.boxes(row.index)
-    check_groups(row.key, row.index, catalog)
     want, chunk, parts = intersect_pairs(boxes_to_array([box], ndim), boxes)
     check_covered(row.key, row.key, [box], want, chunk, parts)
     first = catalog.chunk_range(row.index)[0]
@@ -176,7 +217,13 @@ class Doubts:
             self.unproven.add(row.fqn)
             return
         master, weight = catalog.tensor(found[0]), catalog.tensor(found[1])
-        if master.shape != weight.shape or row.shape != master.shape or not (comparable(master.dtype) and comparable(weight.dtype)):
+        halved = is_halved(catalog, master)  # the weight is part of such a master
+        if (
+            halved
+            or master.shape != weight.shape
+            or row.shape != master.shape
+            or not (comparable(master.dtype) and comparable(weight.dtype))
+        ):
             self.unproven.add(row.fqn)
             return
         constant = True

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..catalog import ObjectRow
+from ..catalog import ObjectRow, TensorRow
+from ..geometry import Box
 from ..layout import Fragment, ObjectLeaf
 from ..transfer import Copy
 
@@ -46,6 +47,8 @@ class Wanted:
     numbers: list[tuple[ObjectRow, Fragment]] = field(default_factory=list)
     objects: list[tuple[ObjectRow, ObjectLeaf]] = field(default_factory=list)
     scalars: list[tuple[torch.Tensor, ObjectLeaf]] = field(default_factory=list)
+    halved: list[tuple[TensorRow, Box, torch.Tensor]] = field(default_factory=list)
+    """Boxes of masters whose halves are read apart and combined."""
     hyperparameters: list[tuple[ObjectLeaf, Any]] = field(default_factory=list)
 
 

@@ -32,7 +32,7 @@ from ..safe_pickle import load_object
 from ..spec.names import NameGlob
 from ..transfer import Copy, Digests, ReadStats, Verify, read_copies
 from .agree import guarded
-from .consistency import AllowInconsistent, Doubts, refuse
+from .consistency import AllowInconsistent, Doubts, is_halved, read_box, refuse
 from .destinations import fill_number, place_of, put_object, stored_number
 from .load_parts import LoadOrder, LoadRequest, PendingGroups, Wanted
 from .param_groups import Resolved, StoredGroups, resolve_groups
@@ -373,6 +373,10 @@ class UCPLoadPlanner(LoadPlanner):
 
     def _want_boxes(self, key: str, wanted: list[tuple[Box, torch.Tensor]], row: TensorRow, catalog: Catalog) -> None:
         """Copies of the stored chunks that fill these boxes; nothing is kept when some of it is not there."""
+        if self._served is not None and is_halved(catalog, row):
+            pieces_of(key, row.key, [box for box, _ in wanted], catalog.boxes(row.index))
+            self._wanted.halved.extend((row, box, view) for box, view in wanted)
+            return
         check_groups(row.key, row.index, catalog)
         boxes = catalog.boxes(row.index)
         base = catalog.chunk_range(row.index)[0]
@@ -491,6 +495,8 @@ class UCPLoadPlanner(LoadPlanner):
         for value, fragment in numbers:
             stored_number(fragment, value)
         stats = read_copies(source, self._wanted.copies, gap=gap, verify=verify, digests=digests)
+        for row, box, view in self._wanted.halved:
+            read_box(source, row, box, view, verify=verify, digests=digests, stats=stats)
         self.report.bytes_read, self.report.bytes_wanted, self.report.ranges = stats.bytes_read, stats.bytes_wanted, stats.ranges
         self.report.bytes_verified, self.report.bytes_unverified = stats.bytes_verified, stats.bytes_unverified
         for value, fragment in numbers:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...catalog import CatalogBuilder, ObjectRow
 from ...dtypes import ITEMSIZE
-from ...errors import UnsupportedError
+from ...errors import CorruptCheckpointError, UnsupportedError
 from ...geometry import Box, boxes_to_array, c_strides
 from ...names import Role, canonical_name
 from ..dcp import DcpSource
@@ -58,7 +58,8 @@ class _Tensor:
     pattern: str | None
     boxes: list[Box] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
+    remainder: bool = False
+    """Stored is the low half of an fp32 master, as int16; the high half is the bf16 weight."""
 
 
 class Views:
@@ -68,23 +69,24 @@ class Views:
         self.base = base
         self.tensors: dict[tuple[Role, str, str], _Tensor] = {}
         self.objects: list[ObjectRow] = []
-        self.group_ops: list[str] = []
 
     def add(
         self, role: Role, fqn: str, state: str, dtype: str, shape: Sequence[int], box: Box, place: Place, *, pattern: str | None = None
     ) -> None:
         """A box of a tensor and where it lies. Every box of a tensor gives its dtype and shape, which must be the same."""
+        # Transformer Engine's precision-aware optimizer keeps what rounding took from the master, in the master's place
+        remainder = role == Role.MASTER and dtype == "int16"
+        dtype = "float32" if remainder else dtype
         own = self.tensors.get((role, fqn, state))
         if own is None:
             key = canonical_name(role, fqn, state, "")
-            own = self.tensors[role, fqn, state] = _Tensor(key, role, fqn, state, dtype, tuple(shape), pattern)
+            own = self.tensors[role, fqn, state] = _Tensor(key, role, fqn, state, dtype, tuple(shape), pattern, remainder=remainder)
         if own.dtype != dtype or own.shape != tuple(shape):
             raise UnsupportedError(
                 f"{self.base.store.url}: {own.key!r} is stored as {own.dtype} {list(own.shape)} and also as {dtype} {list(shape)}"
             )
         own.boxes.append(box)
         own.places.append(place)
-        own.groups.append(-1)
 
     def has(self, role: Role, fqn: str, state: str = "") -> bool:
         """Whether there is such a tensor by now."""
@@ -103,8 +105,15 @@ class Views:
         base, out = self.base.catalog, CatalogBuilder()
         for row in base.files:
             out.add_file(row.path, row.size, row.blocks)
-        for op in self.group_ops:
-            out.add_group(op)
+        halves = {fqn: out.add_group("bf16_remainder") for fqn in sorted(t.fqn for t in self.tensors.values() if t.remainder)}
+        for fqn in halves:
+            weight = self.tensors.get((Role.WEIGHT, fqn, ""))
+            if weight is None or weight.dtype != "bfloat16" or weight.shape != self.tensors[Role.MASTER, fqn, ""].shape:
+                instead = "none" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+                raise CorruptCheckpointError(
+                    f"{self.base.store.url}: of the master of {fqn!r} only the remainder is stored; its bfloat16 weight is needed, "
+                    f"found {instead}"
+                )
         places: list[Place] = []
         for own in sorted(self.tensors.values(), key=lambda t: t.key):
             handle = out.add_tensor(
@@ -122,13 +131,13 @@ class Views:
                 file.append(place.file if direct else int(base.chunk_file[place.chunk]))
                 # of an item the catalog says where it begins, and only `locate` where its elements are
                 offset.append(place.offset if direct else int(base.chunk_offset[place.chunk]))
-            groups = np.asarray(own.groups, np.int32)
             out.add_chunks(
                 handle,
                 boxes_to_array(own.boxes, len(own.shape)),
                 np.asarray(file, np.int32),
                 np.asarray(offset, np.int64),
-                group=groups if (groups >= 0).any() else None,
+                dtype="int16" if own.remainder else None,
+                group=halves[own.fqn] if own.remainder else None,
             )
             places.extend(own.places)
         for found in self.objects:
