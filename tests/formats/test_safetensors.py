@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from ucp_dcp.errors import (
     UnsupportedError,
 )
 from ucp_dcp.formats import open_source
-from ucp_dcp.formats.safetensors import SafetensorsSource, parse_header
+from ucp_dcp.formats.safetensors import SafetensorsSource, at_file, parse_header
 from ucp_dcp.names import Role
 from ucp_dcp.storage.fsspec_store import FsspecStore
 from ucp_dcp.storage.local import LocalStore
+from ucp_dcp.storage.store import open_store
 
 INDEX = "model.safetensors.index.json"
 GENERATOR = torch.Generator().manual_seed(5)
@@ -162,6 +164,26 @@ def test_opening_reads_headers_and_a_slice_its_own_bytes(tmp_path: Path) -> None
     store.reset()
     assert torch.equal(checkpoint["model.w1"][:, 3:5], tensors["w1"][:, 3:5])
     assert store.counts.bytes_read <= 1000 * 256 * 4
+
+
+def test_on_s3(seaweed_server: Any, tmp_path: Path) -> None:
+    """By the URL of a folder, of its index, and of one file."""
+    save_indexed(tmp_path, TENSORS)
+    options = seaweed_server.storage_options
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    store = open_store(url, **options)
+    for file in tmp_path.iterdir():
+        store.put(file.name, file.read_bytes())
+    for where in (url, f"{url}/{INDEX}"):
+        checkpoint = ucp_dcp.open_checkpoint(where, storage_options=options)
+        assert len(checkpoint) == len(TENSORS)
+        assert torch.equal(checkpoint["model.model.embed.weight"][3:5], TENSORS["model.embed.weight"][3:5])
+    one = ucp_dcp.open_checkpoint(f"{url}/model-00001-of-00002.safetensors", storage_options=options)
+    assert 0 < len(one) < len(TENSORS) and torch.equal(one["model.model.embed.weight"].read(), TENSORS["model.embed.weight"])
+    assert ucp_dcp.verify(f"{url}/model-00001-of-00002.safetensors", storage_options=options).ok
+    with pytest.raises(CheckpointNotFoundError):
+        ucp_dcp.open_checkpoint(f"{url}/other.safetensors", storage_options=options)
+    assert at_file(open_store("s3://bucket.safetensors", **options)) is None
 
 
 def test_an_index_decides_where_a_tensor_lies(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def at_file(store: Store) -> tuple[Store, str] | None:
     if not isinstance(store, LocalStore | FsspecStore | ObjectStore) or not store.root.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
     root, _, name = store.root.rpartition("/")
+    if isinstance(store, ObjectStore) and not root:  # nothing is above a bucket
+        return None
     folder = copy.copy(store)
     folder.root = root if root or not isinstance(store, LocalStore) else "/"
     try:
