@@ -78,6 +78,7 @@ def save(
     check_replicas: CheckReplicas = "sample",
     provenance: Mapping[str, Any] | None = None,
     grace: float = GRACE,
+    digests: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -95,6 +96,7 @@ def save(
         stock_metadata=stock_metadata,
         provenance=provenance,
         grace=grace,
+        digests=digests,
         storage_options=storage_options,
     )
     try:

@@ -56,6 +56,12 @@ def test_digests_can_be_left_out(tmp_path, planner):
     assert torch.equal(back["a"], state()["a"])
 
 
+def test_save_without_digests(tmp_path):
+    ucp_dcp.save(state(), tmp_path / "without", no_dist=True, digests=False)
+    ucp_dcp.save(state(), tmp_path / "with", no_dist=True)
+    assert len(list(tmp_path.glob("with/**/*.blocks"))) == 1 and not list(tmp_path.glob("without/**/*.blocks"))
+
+
 def test_the_writer_pickles_with_its_options(tmp_path):
     writer = pickle.loads(pickle.dumps(ucp_dcp.UCPStorageWriter(tmp_path, digests=False, grace=3, storage_options={"threads": 3})))
     assert (writer.digests, writer.grace, writer._store.threads) == (False, 3, 3)
