@@ -11,8 +11,9 @@ import pytest
 
 from ucp_dcp.errors import StoreError, StoreExistsError, StoreNotFoundError
 from ucp_dcp.storage.object_store import ObjectStore
-from ucp_dcp.storage.store import Range, create_sized
+from ucp_dcp.storage.store import Range, create_sized, open_store
 from ucp_dcp.testing.fault_proxy import Rule
+from ucp_dcp.testing.servers import options_for
 
 MIB = 1 << 20
 CONTENT = os.urandom(5 * MIB + 345)
@@ -214,3 +215,51 @@ def test_a_failed_upload_is_never_visible(store, proxy, direct):
     proxy.rules = []
     assert list(direct.list()) == []
     assert list(direct.uploads()) == []
+
+
+def test_a_server_that_is_not_there_is_told_soon(monkeypatch):
+    """A name with a typing error must not cost the deadline of a server that is only busy."""
+    from ucp_dcp.storage.object_store import store as module
+
+    monkeypatch.setattr(module, "_FIRST", 0.3)
+    nowhere = open_store("s3://bucket/run", deadline=600, **options_for("http://127.0.0.1:9"))
+    with pytest.raises(StoreError, match=r"failed \d+ times within 0\.3 s.*127\.0\.0\.1:9"):
+        nowhere.size("a")
+
+
+@pytest.fixture
+def native(store):
+    """obstore in the place of ``store``."""
+    options = {**store.client._options, "client": "obstore", "part_size": 5 * MIB, "deadline": 20}
+    return open_store(store.url, **options)
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule("answer", status=503), Rule("answer", status=500), Rule("reset"), Rule("lose")], ids=lambda r: r.action
+)
+def test_obstore_tries_again(native, proxy, direct, rule):
+    proxy.rules = [dataclasses.replace(rule, method=method, times=2) for method in ("PUT", "POST", "GET", "HEAD", "DELETE")]
+    write(native)
+    native.put("dir/small", b"small", if_absent=True)
+    assert read(native) == CONTENT and native.read("dir/small") == b"small" and native.size("dir/small") == 5
+    assert sorted(e.path for e in native.list("dir/")) == ["dir/big", "dir/small"]
+    native.delete("dir/small")
+    assert direct.read("dir/big") == CONTENT
+    for action in ("put", "write"):
+        with pytest.raises(StoreExistsError):
+            native.put("dir/big", b"x", if_absent=True) if action == "put" else write(native)
+
+
+@pytest.mark.parametrize("rule", [Rule("cut", size=MIB), Rule("truncate", size=MIB)], ids=lambda r: r.action)
+def test_obstore_reads_whole_bodies(native, proxy, direct, rule):
+    write(direct)
+    proxy.rules = [dataclasses.replace(rule, method="GET", times=2)]
+    assert read(native) == CONTENT
+    assert proxy.rules[0].used == 2
+
+
+def test_obstore_leaves_no_parts(native, proxy, direct):
+    proxy.rules = [Rule("answer", method="PUT", path="partNumber=2", status=403, code="AccessDenied")]
+    with pytest.raises(StoreError, match="403"):
+        write(native)
+    assert list(direct.list()) == [] and list(direct.uploads()) == []

@@ -76,9 +76,7 @@ def client_for(endpoint: str) -> Any:
     import botocore.session
 
     session = botocore.session.Session()
-    return session.create_client(
-        "s3", endpoint_url=endpoint, region_name=REGION, aws_access_key_id=ACCESS, aws_secret_access_key=SECRET
-    )
+    return session.create_client("s3", endpoint_url=endpoint, region_name=REGION, aws_access_key_id=ACCESS, aws_secret_access_key=SECRET)
 
 
 def weed() -> str | None:

@@ -23,13 +23,17 @@ unconditional: the server does not know such conditions; range: the range begins
 
 
 class Failed(Exception):
-    """A request failed. ``text`` says why, without secrets; ``unsure``: the server may have done it all the same."""
+    """A request failed.
 
-    def __init__(self, kind: Kind, text: str, *, unsure: bool = False, wait: float | None = None) -> None:
+    ``text`` says why, without secrets; ``unsure``: the server may have done it all the same; ``unreached``: there was no connection.
+    """
+
+    def __init__(self, kind: Kind, text: str, *, unsure: bool = False, unreached: bool = False, wait: float | None = None) -> None:
         super().__init__(kind, text)
         self.kind: Kind = kind
         self.text = text
         self.unsure = unsure
+        self.unreached = unreached
         self.wait = wait  # seconds that the server asks for (Retry-After)
 
 

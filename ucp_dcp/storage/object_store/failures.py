@@ -48,7 +48,7 @@ def failed_of(error: BaseException, operation: str, *, wanted: str | None = None
     if isinstance(error, known.SSLError):
         return Failed("refused", text)
     if isinstance(error, (known.ConnectTimeoutError, known.EndpointConnectionError, known.ProxyConnectionError)):
-        return Failed("transient", text)  # nothing was sent
+        return Failed("transient", text, unreached=True)  # nothing was sent
     if isinstance(error, (known.HTTPClientError, known.ResponseStreamingError, known.IncompleteReadError, known.FlexibleChecksumError)):
         return Failed("transient", text, unsure=True)
     if isinstance(error, (HTTPError, ConnectionError, TimeoutError)) or type(error).__name__ == "ResponseParserError":

@@ -1,7 +1,8 @@
 """Object stores through obstore (the Rust crate object_store): ``pip install ucp-dcp[obstore]``, ``storage_options={"client": "obstore"}``.
 
-Less CPU time per byte than botocore, and other clouds. It cuts uploads into parts and sends them itself, so a file is written by one thread
-in order. It does not list unfinished uploads, and its threads do not survive a fork: a forked process gets an error.
+A small request costs it a seventh of botocore's CPU time (0.6 ms beside 4.4 ms), a byte of a large one the same; and it knows other clouds.
+It cuts uploads into parts and sends them itself, so one thread writes a file, in order. It does not list unfinished uploads: one whose
+beginning was answered into the void stays until they are collected. Its threads do not survive a fork: a forked process gets an error.
 """
 
 from __future__ import annotations

@@ -26,11 +26,13 @@ class Retry:
 
     Attributes:
         deadline: seconds from the first failure of a request until it is given up. A read that got further starts anew.
+        unreached: the same for a server that there is no connection to; None: no other.
         first, longest: seconds of the first wait and of any wait at most. Each is drawn at random below that ("full jitter"), so that
             thousands of ranks that were refused together do not come back together.
     """
 
     deadline: float = 120.0
+    unreached: float | None = None
     first: float = 0.1
     longest: float = 10.0
 
@@ -54,9 +56,10 @@ class Retry:
                 if failed.wait is not None:
                     wait = max(wait, min(failed.wait, self.longest))
                 attempts.waits += 1
-                if now + wait > until:
+                limit = self.deadline if self.unreached is None or not failed.unreached else min(self.unreached, self.deadline)
+                if now + wait > until - self.deadline + limit:
                     raise StoreError(
-                        f"{what} failed {attempts.failures} times within {self.deadline:g} s, and was given up: {failed.text}"
+                        f"{what} failed {attempts.failures} times within {limit:g} s, and was given up: {failed.text}"
                     ) from failed
                 _log.debug("%s failed, again in %.2f s: %s", what, wait, failed.text)
                 threading.Event().wait(wait)

@@ -31,6 +31,8 @@ A = TypeVar("A")
 
 _log = logging.getLogger(__name__)
 
+_FIRST = 15.0  # seconds for a server that nothing was heard of yet: its name may be wrong
+
 
 class ObjectStore:
     """Objects below ``root`` ("bucket/folder") of a bucket.
@@ -220,13 +222,14 @@ class ObjectStore:
 
     def request(self, path: str, what: str, call: Callable[[Attempts], T], *, deadline: float | None = None) -> T:
         """A request, made again while it fails in passing."""
-        retry = Retry(self.options.deadline if deadline is None else min(deadline, self.options.deadline))
+        limit = self.options.deadline if deadline is None else min(deadline, self.options.deadline)
+        retry = Retry(limit, None if self._bucket_seen else _FIRST)
         found = retry.run(f"{path} in {self.url}: {what}", call)
         self._bucket_seen = True
         return found
 
     def _again(self, what: str) -> Callable[[Callable[[], Any]], Any]:
-        retry = Retry(self.options.deadline)
+        retry = Retry(self.options.deadline, None if self._bucket_seen else _FIRST)
         return lambda call: retry.run(f"{self.url}: {what}", lambda _: call())
 
     @property
