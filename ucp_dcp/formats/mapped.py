@@ -19,7 +19,8 @@ from ..dtypes import CODES, ITEMSIZE
 from ..errors import SpecError
 from ..geometry import intersect_pairs
 from ..names import Role, canonical_name
-from ..spec.name_map import Cut, MappedTensor, NameMap
+from ..spec.name_map import NameMap
+from ..spec.name_plan import Cut, MappedTensor
 from .model_facts import model_facts
 from .source import Located, Source
 
@@ -246,7 +247,7 @@ class _Builder:
             for renamed in _named(row, became):
                 other = objects.setdefault(renamed.key, renamed)
                 if other is not renamed and (other.encoding, other.value) != (renamed.encoding, renamed.value):
-                    raise SpecError(f"{renamed.key!r} would be {other.value!r} and {renamed.value!r}: parameters that become one differ in it")
+                    raise SpecError(f"{renamed.key!r} would be {other.value!r} and {renamed.value!r}: its parameters differ in it")
         for row in objects.values():
             self.out.add_object(row)
         base = np.concatenate(self.bases) if self.bases else np.zeros(0, np.int64)

@@ -4,7 +4,8 @@ from .expr import Expr
 from .lint import Finding, lint
 from .megatron import mla_down_sharded
 from .model import Rule, StateSpec, Step, Variable, check_variables
-from .name_map import MappedTensor, NameMap, NamePlan, ready_name_maps
+from .name_map import NameMap, ready_name_maps
+from .name_plan import MappedTensor, NamePlan
 from .names import NameGlob, Template
 from .parse import LayoutSpec, ready_specs
 from .universal import from_universal_info
