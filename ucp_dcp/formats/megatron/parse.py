@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CorruptCheckpointError, FormatError, UnsupportedError
+from ...errors import CorruptCheckpointError, FormatError, UnsafePickleError, UnsupportedError
 from ...safe_pickle import StoredTensor, Stub
 from ...storage.store import Store
 from ..deepspeed.rank_file import RankFile
@@ -34,8 +34,10 @@ def parse_file(store: Store, path: str) -> dict[str, Any]:
     """
     try:
         tree = open_archive(store, path, stubs=stand_in, inert_unknown=True)
+    except UnsafePickleError:
+        raise
     except (CorruptCheckpointError, FormatError) as error:
-        raise type(error)(
+        raise CorruptCheckpointError(
             f"{error}. If expert tensor parallelism differed from tensor parallelism, several ranks wrote this file at the same time and "
             "their data is lost (Megatron-LM issue 1719); such a run has to save with --ckpt-format torch_dist"
         ) from None
