@@ -13,7 +13,7 @@ from ..storage.store import Store, open_store
 from .dcp import METADATA, open_dcp
 from .deepspeed import find_folder, find_universal, list_tags, open_deepspeed, open_universal
 from .megatron import find_legacy, open_legacy
-from .megatron_core import find_iteration, is_megatron_core, open_megatron_core
+from .megatron_core import find_iteration, is_megatron_core, missing_iteration, open_megatron_core
 from .safetensors import at_file, find_safetensors, open_safetensors
 from .source import Source
 from .ucp import open_ucp
@@ -23,7 +23,8 @@ __all__ = ["ParseAll", "open_source"]
 ParseAll: TypeAlias = Callable[[Sequence[str], Callable[[str], Any]], list[Any]]
 """Given paths and a function, returns the function's value for each path, in order; may spread the work over ranks (D15)."""
 
-_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest', *_optim_states.pt or 'latest_universal' (DeepSpeed), *.safetensors"
+_KNOWN = f"{MANIFEST} (this package), {METADATA} (DCP), 'latest', *_optim_states.pt or 'latest_universal' (DeepSpeed), "
+_KNOWN += "latest_checkpointed_iteration.txt or mp_rank_* (Megatron), *.safetensors"
 _SHOWN = 8
 
 
@@ -46,7 +47,8 @@ def open_source(
             safetensors (a file, or a folder of them), megatron-core (an ``iter_*`` folder with ``metadata.json``, or the folder above).
         prefer: which of two checkpoints in one folder is meant (D4): ``"ucp"`` or ``"stock"``; a torch_dist checkpoint of megatron-core
             with ``"stock"`` is the DCP checkpoint that it is on disk, with Megatron's keys.
-        tag: which tag of a DeepSpeed folder; default is what ``latest`` names, then what ``latest_universal`` names.
+        tag: which tag of a DeepSpeed folder, which iteration (``iter_0000002``) of a Megatron one; default is what ``latest`` names, then
+            what ``latest_universal`` names; what ``latest_checkpointed_iteration.txt`` names.
         parse_all: how files of a checkpoint that has many are parsed; the default parses them one after the other.
 
     Raises CheckpointNotFoundError (there is nothing), FormatError (it is something else; found and known are listed), ForeignSaveError
@@ -59,7 +61,7 @@ def open_source(
         assert found is not None
         return open_safetensors(file[0], found, parse_all or parse_alone)
     foreign = prefer is None and not _exists(store, MANIFEST) and not _exists(store, METADATA)
-    iteration = find_iteration(store) if tag is None and foreign else None
+    iteration = f"{tag}/" if tag is not None and "/" not in tag else find_iteration(store) if foreign else None
     if iteration is not None and is_megatron_core(store, iteration):
         return open_megatron_core(store, iteration)
     legacy = find_legacy(store, tag) if tag is not None or foreign else None
@@ -80,7 +82,7 @@ def open_source(
     if folder is None:
         files = find_safetensors(store)
         if files is None:
-            raise _unknown(store)
+            raise _unknown(store) if iteration is None else missing_iteration(store, iteration)
         return open_safetensors(store, files, parse_all or parse_alone)
     if folder.prefix and not folder.optim:  # the only tag, and no latest_universal
         universal = find_universal(store, folder.tag)

@@ -1,7 +1,7 @@
 """Megatron's legacy checkpoints (``--ckpt-format torch``: ``iter_*/mp_rank_*/model_optim_rng.pt``), opened where they lie.
 
 Each rank's file is parsed into a plain *record* and the records are joined to global tensors, as for DeepSpeed: names with global layer
-and expert numbers, tensor-parallel shards in place, the distributed optimizer's buffers taken apart. ``docs/megatron.md``.
+and expert numbers, tensor-parallel shards in place, the distributed optimizer's buffers taken apart. ``docs/megatron-legacy.md``.
 """
 
 from __future__ import annotations
