@@ -114,7 +114,7 @@ def test_changed_files(thorough: bool) -> None:
     header = int.from_bytes(GOOD[:8], "little")
     assert ours(GOOD)["a"][2] == torch.arange(6.0).numpy().tobytes()
 
-    @rounds(thorough, 300)
+    @rounds(thorough, 150)
     @given(st.lists(CHANGE, min_size=1, max_size=3), st.booleans())
     def run(changes: list[tuple[float, str, bytes]], fit: bool) -> None:
         data = GOOD
@@ -154,7 +154,7 @@ def files(draw: Any) -> bytes:
 
 
 def test_structured_headers(thorough: bool) -> None:
-    @rounds(thorough, 300)
+    @rounds(thorough, 150)
     @given(files())
     def run(data: bytes) -> None:
         compare(data)
@@ -163,7 +163,7 @@ def test_structured_headers(thorough: bool) -> None:
 
 
 def test_any_bytes_as_a_header(thorough: bool) -> None:
-    @rounds(thorough, 200)
+    @rounds(thorough, 150)
     @given(st.one_of(st.binary(max_size=60), st.text('{}[]":,0123456789.eE- adFt', max_size=60).map(str.encode)), st.integers(0, 2**64))
     def run(text: bytes, size: int) -> None:
         for data in (text, b'{"a":' + text + b"}", b'{"__metadata__":' + text + b"}"):
