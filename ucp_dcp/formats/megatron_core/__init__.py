@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CorruptCheckpointError, FormatError, StoreNotFoundError, UnsupportedError
+from ...errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, StoreNotFoundError, UnsupportedError
 from ...geometry import check_cover_ragged
 from ...safe_pickle import Stub
 from ...storage.store import Store
@@ -23,7 +23,7 @@ from .run_state import add_run_state
 from .tensors import Vocab, add_tensors
 from .views import MegatronSource, Views
 
-__all__ = ["MegatronSource", "find_iteration", "is_megatron_core", "open_megatron_core"]
+__all__ = ["MegatronSource", "find_iteration", "is_megatron_core", "missing_iteration", "open_megatron_core"]
 
 CONFIG = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -57,6 +57,16 @@ def find_iteration(store: Store) -> str | None:
     if not text.isdecimal():
         raise FormatError(f"{store.url}: {LATEST} holds {text!r:.40}, expected an iteration number or 'release'")
     return f"iter_{int(text):07d}/"
+
+
+def missing_iteration(store: Store, iteration: str) -> Exception:
+    """The error for an iteration that ``latest_checkpointed_iteration.txt`` names and that holds no checkpoint."""
+    tops = {entry.path.partition("/")[0] for entry in store.list("")}
+    there = sorted(top for top in tops if top.startswith("iter_") or top == "release")
+    return CheckpointNotFoundError(
+        f"{store.url}: {LATEST} names {iteration.rstrip('/')}, which holds no checkpoint; there are: {', '.join(there) or 'none'}. "
+        "Open one of these folders itself"
+    )
 
 
 def open_megatron_core(store: Store, prefix: str = "") -> MegatronSource:
