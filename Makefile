@@ -10,12 +10,13 @@ ARGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough lint bench bench-deepspeed clean
+.PHONY: help demo test test-thorough test-frameworks lint bench bench-deepspeed clean
 
 help:
 	@echo "make demo   a checkpoint moves between layouts, on your screen"
 	@echo "make test   all tests"
 	@echo "make test-thorough  slow tests as well, every combination of layouts, longer fuzzing"
+	@echo "make test-frameworks  with the real megatron-core and transformers, which it installs in .venv; minutes"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  all benchmarks; results in benchmarks/results/"
 	@echo "make bench-deepspeed  beside DeepSpeed's converter; installs DeepSpeed in benchmarks/.venv-deepspeed"
@@ -43,6 +44,20 @@ test: $(VENV)/.stamp-test
 
 test-thorough: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest --thorough --timeout 1200 $(ARGS)
+
+# megatron-core's wheel asks for Python 3.12 and runs on 3.11: it is unpacked, with what it imports, into a folder of its own.
+MEGATRON := $(VENV)/megatron
+$(VENV)/.stamp-frameworks: pyproject.toml constraints.txt | $(VENV)/.stamp-test
+	$(INSTALL) -e ".[test,frameworks]"
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --python-version 3.12 --only-binary=:all: \
+		megatron-core==0.19.2 -d $(MEGATRON)/wheel
+	$(BIN)/python -m zipfile -e $(MEGATRON)/wheel/megatron_core-0.19.2-*.whl $(MEGATRON)/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(MEGATRON)/site \
+		triton psutil packaging typing_extensions
+	@touch $@
+
+test-frameworks: $(VENV)/.stamp-frameworks
+	UCP_DCP_MEGATRON=$(CURDIR)/$(MEGATRON)/site $(BIN)/python -m pytest -m frameworks --timeout 1500 tests/frameworks $(ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -52,22 +52,20 @@ def check(runs: list[Any], losses: dict[int, float], state: dict[str, str], inde
 
 
 def test_other_grids_and_back(ranks, tmp_path: Path) -> None:
-    first, from_fsdp, from_tp4 = (str(tmp_path / name) for name in ("first", "fsdp", "tp4"))
-    whole_run = ranks.run(4, train, [{"grid": FIRST, "steps": 5, "save": first, "save_at": 2, "through_dcp": True}])
+    first, from_fsdp = (str(tmp_path / name) for name in ("first", "fsdp"))
+    whole_run = ranks.run(4, train, [{"grid": FIRST, "steps": 4, "save": first, "save_at": 2, "through_dcp": True}])
     losses, state = whole_run[0][0][0], state_of(whole_run, 1)
-    assert len(state) == 27 * 4 and losses[1] > 5 and losses[5] < losses[1] - 0.5
-    again: dict[str, Any] = {"steps": 5, "resume": first, "seed": 1}
-    uneven = {"pp": 2, "dp": 2, "stages": (3, 1)}
-    others = ranks.run(4, train, [{**again, "grid": uneven}, {**again, "grid": {"tp": 4}, "save": from_tp4, "save_at": 3}])
+    assert len(state) == 27 * 4 and losses[1] > 5 and losses[4] < losses[1] - 0.3
+    again: dict[str, Any] = {"steps": 4, "resume": first, "seed": 1}
+    others = ranks.run(4, train, [{**again, "grid": {"pp": 2, "dp": 2, "stages": (3, 1)}}, {**again, "grid": {"tp": 4}}])
     after = {s: v for s, v in losses.items() if s > 2}
     for index in (0, 1):
         check(others, after, state, index)
-        assert list(others[0][index][0]) == [3, 4, 5]
+        assert list(others[0][index][0]) == [3, 4]
     fsdp = ranks.run(2, train, [{**again, "grid": {"fsdp": 2}, "save": from_fsdp, "save_at": 3}])
     check(fsdp, after, state)
-    back = ranks.run(4, train, [{"grid": FIRST, "steps": 5, "resume": url, "seed": 2} for url in (from_fsdp, from_tp4)])
-    check(back, losses, state_of(fsdp, 1), 0)
-    check(back, losses, state_of(others, 1, 1), 1)
+    back = ranks.run(4, train, [{"grid": FIRST, "steps": 4, "resume": from_fsdp, "seed": 2}])
+    check(back, losses, state_of(fsdp, 1))
 
 
 def test_what_is_put_together_by_hand_notices_a_wrong_shard() -> None:
