@@ -275,6 +275,24 @@ def test_obstore_says_that_it_does_not_survive_a_fork(seaweed_server):
     assert "obstore was used before this process was forked" in told
 
 
+@pytest.mark.parametrize("where", ["seaweed_server", "moto_server"])
+def test_listings_go_on_after_a_page(where, request):
+    server = request.getfixturevalue(where)
+    page = {"MaxKeys": 3} if server.name == "seaweedfs" else {"MaxKeys": 3, "MaxUploads": 2}  # see BotocoreClient.uploads
+    paged = open_store(f"s3://bucket/{uuid.uuid4().hex}", s3_additional_kwargs=page, **server.storage_options)
+    names = [f"a b/{number}%20" for number in range(7)]
+    for name in names:
+        paged.put(name, b"")
+        paged.client.begin(paged.key(name), "nonce")
+    assert sorted(entry.path for entry in paged.list()) == names
+    assert sorted(entry.path for entry in paged.list("a b/3")) == names[3:4]
+    found = list(paged.uploads())
+    assert sorted(upload.key for upload in found) == [paged.key(name) for name in names]
+    for upload in found:
+        paged.abort_upload(upload)
+    assert list(paged.uploads()) == []
+
+
 def test_in_a_running_event_loop_and_in_many_threads(store):
     content = os.urandom(100_000)
     store.put("a", content)

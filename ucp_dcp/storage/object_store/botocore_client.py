@@ -263,11 +263,17 @@ class BotocoreClient:
         more: dict[str, str] = {}
         while True:
             page = again(lambda more=more: self._call("list_multipart_uploads", Prefix=prefix, **more))  # type: ignore[misc]
-            for item in page.get("Uploads", ()):
+            found = page.get("Uploads", ())
+            for item in found:
                 yield Upload(item["Key"], item["UploadId"], item["Initiated"].timestamp())
-            if not page.get("IsTruncated"):
+            if not page.get("IsTruncated") or not found:
                 return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            # SeaweedFS does not say where to go on, and its pages are in no order: after 1,000 uploads, those left are seen when
+            # the first are aborted.
+            after = (page.get("NextKeyMarker") or found[-1]["Key"], page.get("NextUploadIdMarker") or found[-1]["UploadId"])
+            if more and after == (more["KeyMarker"], more["UploadIdMarker"]):
+                return
+            more = {"KeyMarker": after[0], "UploadIdMarker": after[1]}
 
     def check_bucket(self) -> None:
         """See :meth:`ObjectClient.check_bucket`. A bucket that may not be looked at is taken to be there."""
