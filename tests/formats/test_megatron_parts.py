@@ -399,6 +399,42 @@ def test_which_iteration(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def set_in(*path: Any, value: Any) -> Callable[[Any], None]:
+    def change(root: Any) -> None:
+        for key in path[:-1]:
+            root = vars(root)[key] if isinstance(root, argparse.Namespace) else root[key]
+        if isinstance(root, argparse.Namespace):
+            setattr(root, path[-1], value)
+        else:
+            root[path[-1]] = value
+
+    return change
+
+
+MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+ODD: list[tuple[str, Callable[[Any], None]]] = [
+    (MODEL, set_in("args", "tensor_model_parallel_size", value=value)) for value in ("4", -4, 2**40, 1.5, [4])
+]
+ODD += [(MODEL, set_in("args", "context_parallel_size", value=2**62)), (MODEL, set_in("args", "pipeline_model_parallel_size", value=2))]
+ODD += [(MODEL, set_in("model", value=value)) for value in (None, 5, [], {3: torch.zeros(2)})]
+ODD += [(MODEL, set_in("model7", value={})), (MODEL, set_in("checkpoint_version", value="x")), (MODEL, set_in("iteration", value="x"))]
+ODD += [(MODEL, set_in("optimizer", value=value)) for value in (5, [5], {}, {"optimizer": 1}, {"optimizer": {"param_groups": [1]}}, [])]
+ODD += [(MODEL, set_in("model", "output_layer.weight", value=value)) for value in (torch.zeros(()), torch.zeros(3, 0), torch.zeros(7, 16))]
+ODD += [(OPTIMIZER, set_in(0, value=value)) for value in (5, {}, {1: {}, 2: {}}, {(torch.bfloat16, torch.float32): {"param": 1}})]
+ODD += [(OPTIMIZER, set_in("buckets_coalesced", value=False)), (OPTIMIZER, set_in(7, value={})), (OPTIMIZER, set_in("x", value=1))]
+
+
+@pytest.mark.parametrize("case", range(len(ODD)))
+def test_odd_values_are_errors_of_ours(tmp_path: Path, case: int) -> None:
+    source = megatron_truth.find("s_llama_tp4kv2")
+    assert source is not None
+    shutil.copytree(source, tmp_path / "c", ignore=shutil.ignore_patterns("golden"))
+    file, change = ODD[case]
+    rewrite("mp_rank_00", change, file)(tmp_path / "c" / "iter_0000002")
+    with pytest.raises((FormatError, UnsupportedError), match="mp_rank_0"):
+        open_checkpoint(tmp_path / "c")
+
+
 class Attack:
     """Runs when it is unpickled without restriction."""
 

@@ -360,7 +360,7 @@ class _Joiner(Rows):
             for key, value in group.items():
                 if key != "params":
                     self.object(f"optim.param_groups.{i}.{key}", value[0], value[1], record)
-            self.object(f"optim.param_groups.{i}.params", "inline", names, record)
+            self.object(f"optim.param_groups.{i}.params", "inline", list(names), record)
         scaler = next((o["scaler"] for o in first["optimizers"] or () if o["scaler"] is not None), None)
         if scaler is not None:
             self.object("optim.grad_scaler", scaler[0], scaler[1], first)

@@ -49,13 +49,12 @@ def _fits(group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], param: 
 class GlobalGroups:
     """Param groups of all ranks: ranks list the same kinds, each with its own parameters."""
 
-    found: dict[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any], list[str]]] = field(default_factory=dict)
+    found: dict[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any], dict[str, None]]] = field(default_factory=dict)
 
     def add(self, group: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[str]) -> None:
         """A rank's group and the global names of its parameters."""
         key = tuple(repr(_value(group, kind)) for kind in _KINDS)
-        _, _, known = self.found.setdefault(key, (group, record, []))
-        known += [name for name in names if name not in set(known)]
+        self.found.setdefault(key, (group, record, {}))[2].update(dict.fromkeys(names))
 
     def step(self, group: Mapping[str, Any]) -> Any:
         """The step of a group, where the optimizer counts it by group."""

@@ -85,6 +85,7 @@ def arrange(records: Sequence[Mapping[str, Any]], prefix: str) -> tuple[Run, lis
     run = Run(first)
     for record in models.values():
         _same_run(first, record)
+    _plausible(run, len(models))
     names = {name: _coordinates(name, run, prefix) for name in models}
     expected = _expected(run)
     present = set(names.values())
@@ -106,6 +107,19 @@ def arrange(records: Sequence[Mapping[str, Any]], prefix: str) -> tuple[Run, lis
             "files of two runs"
         )
     return run, sorted(ranks, key=lambda r: (r.pp, r.tp, r.ep))
+
+
+def _plausible(run: Run, folders: int) -> None:
+    """Sizes that no run has must not become loops."""
+    for key, size in (
+        ("tensor_model_parallel_size", run.tp),
+        ("pipeline_model_parallel_size", run.pp),
+        ("expert_model_parallel_size", run.ep),
+        ("expert_tensor_parallel_size", run.etp),
+        ("context_parallel_size", run.cp),
+    ):
+        if size > 1 << 12 and size > folders:
+            raise CorruptCheckpointError(f"{run.path}: args.{key} is {size}, with {folders} rank folders")
 
 
 def _same_run(first: Mapping[str, Any], record: Mapping[str, Any]) -> None:
