@@ -12,6 +12,7 @@ import megatron_truth
 import pytest
 import torch
 
+import ucp_dcp
 from ucp_dcp import open_checkpoint
 from ucp_dcp.formats.megatron_core import MegatronSource
 from ucp_dcp.names import Role
@@ -101,3 +102,15 @@ def test_iteration_folder_and_the_one_above() -> None:
     assert set(above) == set(inside)
     key = "optim.state.embedding.word_embeddings.weight.exp_avg"
     assert torch.equal(above[key].read(), inside[key].read())
+
+
+def test_under_hugging_face_names() -> None:
+    """A name map on top: q, k and v come out of the fused tensor; masters and moments follow."""
+    names = ucp_dcp.MappedNames("llama", to="huggingface", variables={"heads": 4, "kv_heads": 2})
+    checkpoint = open_checkpoint(megatron_truth.find("old0161_fr"), names=names)
+    fused = golden("old0161_fr")["optim.state.decoder.layers.1.self_attention.linear_qkv.weight.exp_avg"].reshape(2, 4, 4, 16)
+    assert torch.equal(checkpoint["optim.state.model.layers.1.self_attn.k_proj.weight.exp_avg"].read(), fused[:, 2].reshape(8, 16))
+    assert torch.equal(checkpoint["optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg"].read(), fused[:, :2].reshape(16, 16))
+    gate_up = golden("old0161_fr")["model.decoder.layers.0.mlp.linear_fc1.weight"]
+    assert torch.equal(checkpoint["model.model.layers.0.mlp.up_proj.weight"].read(), gate_up[24:])
+    assert checkpoint.source.doubt

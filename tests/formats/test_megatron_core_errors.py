@@ -115,6 +115,21 @@ def test_an_unknown_optimizer_format(folder: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_gathered_optimizer_state(folder: Path) -> None:
+    """dp_zero_gather_scatter: an object of flat buffers. A made-up one: the error is about its key."""
+    old = next(key for key in open_checkpoint(folder, prefer="stock").objects if key.startswith("rng_state"))
+
+    def rename(metadata: Any) -> None:
+        new = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+        metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
+        (index,) = (i for i in metadata.storage_data if i.fqn == old)
+        metadata.storage_data[type(index)(new, index.offset, index.index)] = metadata.storage_data.pop(index)
+
+    edit(folder, rename)
+    with pytest.raises(UnsupportedError, match=r"dp_group_idx_0\.param_state.*dp_zero_gather_scatter.*prefer='stock'"):
+        open_checkpoint(folder)
+
+
 def test_another_backend(folder: Path) -> None:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(UnsupportedError, match=r"metadata\.json.*zarr"):

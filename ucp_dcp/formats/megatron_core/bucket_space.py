@@ -34,6 +34,7 @@ _KEY = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.(\w+)\)"
     r"\.bucket_idx_(\d+)\.(\w+)"
 )
+_GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -73,6 +74,13 @@ def add_buckets(views: Views, keys: Sequence[str], common: Common, vocab: Vocab)
     Raises CorruptCheckpointError, UnsupportedError naming the buffer or parameter that does not fit.
     """
     catalog = views.base.catalog
+    for row in catalog.objects:
+        if _GATHERED.match(row.key):
+            raise UnsupportedError(
+                f"{catalog.files[row.file].path} in {views.base.store.url}: the optimizer state is one object per model-parallel rank "
+                f"({row.key!r}, dp_zero_gather_scatter), which this version cannot take apart. A stock checkpoint still has the weights "
+                "(prefer='stock'); to keep the optimizer state save with --dist-ckpt-optim-fully-reshardable or --ckpt-fully-parallel-save"
+            )
     buffers = _buffers(catalog, keys, f"{METADATA} in {views.base.store.url}")
     if not buffers:
         return
