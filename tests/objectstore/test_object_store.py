@@ -13,7 +13,7 @@ import uuid
 
 import pytest
 
-from ucp_dcp.errors import CorruptCheckpointError, StoreChangedError, StoreError, StoreExistsError, UnsupportedError
+from ucp_dcp.errors import CorruptCheckpointError, StoreChangedError, StoreError, StoreExistsError, StoreNotFoundError, UnsupportedError
 from ucp_dcp.storage.fsspec_store import FsspecStore
 from ucp_dcp.storage.object_store import ObjectStore, Options, conditions
 from ucp_dcp.storage.object_store.options import part_size_for
@@ -324,3 +324,13 @@ def test_a_range_behind_the_end_says_what_is_there(store):
     for start, length in ((5, 6), (10, 1), (100, 5)):
         with pytest.raises(CorruptCheckpointError, match=f"{length} bytes from byte {start} were wanted, but the file has 10 bytes"):
             store.read_ranges([Range("a", start, length)], [memoryview(bytearray(length))])
+
+
+def test_a_small_file_of_unknown_size_is_one_request(store, proxy):
+    for size in (0, 1, 1000, 1001):
+        store.put(f"m{size}", bytes(size))
+        proxy.seen.clear()
+        assert store.read_up_to(f"m{size}", 1000) == (size, bytes(min(size, 1000)))
+        assert len(proxy.seen) == 1
+    with pytest.raises(StoreNotFoundError):
+        store.read_up_to("nothing", 1000)

@@ -29,7 +29,7 @@ from ..errors import (
     StoreNotFoundError,
 )
 from .manifest import MANIFEST, MAX_BYTES, FileDigest, Manifest, check_generation, digest, seconds_of, utc_text
-from .store import Entry, Range, Store
+from .store import BoundedStore, Entry, Range, Store
 
 __all__ = [
     "METADATA",
@@ -76,10 +76,13 @@ def new_generation() -> str:
 def read_manifest(store: Store) -> Manifest | None:
     """The committed manifest, or None. Raises what :meth:`Manifest.from_bytes` raises."""
     try:
-        size = store.size(MANIFEST)
+        if isinstance(store, BoundedStore):  # one request where requests cost
+            size, data = store.read_up_to(MANIFEST, MAX_BYTES)
+        else:
+            size, data = store.size(MANIFEST), b""
         if size > MAX_BYTES:
             raise CorruptCheckpointError(f"{MANIFEST} in {store.url} has {size} bytes; a manifest has at most {MAX_BYTES}")
-        data = store.read(MANIFEST)
+        data = data or store.read(MANIFEST)
     except StoreNotFoundError:
         return None
     return Manifest.from_bytes(data, f"{MANIFEST} in {store.url}")
@@ -186,8 +189,8 @@ def check_visible(store: Store, generation: str, files: Mapping[str, int]) -> No
         shown = ", ".join(ranks[:4]) + (f"; all of them: {', '.join(hidden)}" if len(ranks) > 4 else "")
         raise StoreError(
             f"{store.url}: the coordinator does not see what {len(hidden)} of {len({_rank_of(path) for path in files})} ranks wrote: "
-            f"{shown}. A checkpoint must be in one place that is shared by all ranks, not on a disk of each node or in buckets of their own; "
-            "nothing was committed"
+            f"{shown}. A checkpoint must be in one place that is shared by all ranks, not on a disk of each node or in buckets of their "
+            "own; nothing was committed"
         )
 
 

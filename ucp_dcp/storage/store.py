@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "BoundedStore",
     "Entry",
     "PositionalWriter",
     "Range",
@@ -96,6 +97,15 @@ class SizedStore(Protocol):
 
         Raises StoreError at once where it is known that there is no room, and at the end when a byte was not written.
         """
+        ...
+
+
+@runtime_checkable
+class BoundedStore(Protocol):
+    """A store that can read a small file of unknown size in one request."""
+
+    def read_up_to(self, path: str, limit: int) -> tuple[int, bytes]:
+        """The size of a file and its first ``limit`` bytes, both of one version of it. Raises as :meth:`Store.read` does."""
         ...
 
 

@@ -105,6 +105,17 @@ class ObjectStore:
             read_piece(self, path, start, memoryview(data), pinned=False)
         return bytes(data)
 
+    def read_up_to(self, path: str, limit: int) -> tuple[int, bytes]:
+        """See :meth:`BoundedStore.read_up_to`."""
+        key, data = self.key(path), memoryview(bytearray(limit))
+        try:
+            found = self.request(path, "reading it", lambda _: self.client.get(key, 0, data, None))
+        except Failed as failed:
+            if failed.kind == "range":  # an empty file has no first byte
+                return 0, b""
+            raise self.translated(failed, path, "reading it") from failed
+        return found.size, bytes(data[: min(limit, found.size)])
+
     def read_ranges(self, ranges: Sequence[Range], into: Sequence[memoryview]) -> None:
         """See :meth:`Store.read_ranges`."""
         read_into(self, ranges, into)
