@@ -15,7 +15,8 @@ import torch
 import xxhash
 
 from ..catalog import FileRow
-from ..errors import CorruptCheckpointError, StoreError
+from ..errors import StoreError
+from ..storage.batched import finish_run, read_runs
 from ..storage.blocks import block_digest
 from ..storage.local import LocalStore
 from ..storage.preadv import available, fill, view_of
@@ -25,6 +26,10 @@ from .pieces import CALL, FilePlan
 from .stage import Taker
 
 __all__ = ["BadBlockError", "Job", "Runner", "by_file"]
+
+
+_BATCH = 32
+"""Runs of a task from which on they are read by one call."""
 
 
 class BadBlockError(Exception):
@@ -181,22 +186,27 @@ class Runner:
     def _read_local(self, job: Job, fd: int, t: int, table: npt.NDArray[np.uint64]) -> None:
         plan, path = job.plan, job.row.path
         c0, c1 = int(plan.task[t]), int(plan.task[t + 1])
-        call = plan.call[c0 : c1 + 1].tolist()
-        starts, lengths = plan.call_start[c0:c1].tolist(), plan.call_length[c0:c1].tolist()
-        blocks = plan.call_block[c0:c1].tolist()
-        if call[-1] - call[0] == c1 - c0 and max(blocks) < 0 and not plan.filler[call[0] : call[-1]].any():
-            _read_runs(fd, path, starts, lengths, plan.address[call[0] : call[-1]])
-            return
-        if plan.filler[call[0] : call[-1]].any():
-            table = table[call[0] : call[-1]].copy()
-            mask = plan.filler[call[0] : call[-1]]
+        calls = np.arange(c0, c1)
+        first = plan.call[c0:c1]
+        # runs that are far apart: one piece each, wanted, and no digest is checked
+        alone = (plan.call[c0 + 1 : c1 + 1] - first == 1) & (plan.call_block[c0:c1] < 0) & ~plan.filler[first]
+        if int(alone.sum()) >= _BATCH:
+            runs = plan.call_start[c0:c1][alone], plan.call_length[c0:c1][alone], plan.address[first[alone]]
+            if not read_runs(fd, path, *runs):
+                _read_one_by_one(fd, path, *runs)
+            calls = calls[~alone]
+            if not len(calls):
+                return
+        p0, p1 = int(plan.call[c0]), int(plan.call[c1])
+        mask = plan.filler[p0:p1]
+        table = table[p0:p1]
+        if mask.any():
+            table = table.copy()
             table[mask, 0] += np.uint64(self._buffer().ctypes.data)
-        else:
-            table = table[call[0] : call[-1]]
-        base, p0 = table.ctypes.data, call[0]
+        base = table.ctypes.data
+        columns = (plan.call[calls], plan.call[calls + 1], plan.call_start[calls], plan.call_length[calls], plan.call_block[calls])
         hasher = _Hasher(job)
-        for i, (start, length, block) in enumerate(zip(starts, lengths, blocks, strict=True)):
-            p, q = call[i], call[i + 1]
+        for p, q, start, length, block in zip(*(column.tolist() for column in columns), strict=True):
             fill(fd, base + 16 * (p - p0), q - p, start, length, path)
             if block >= 0:
                 if q - p == 1:
@@ -246,23 +256,21 @@ class Runner:
                     view_of(int(address[k]), size)[:] = view[at : at + size]
 
 
-def _read_runs(fd: int, path: str, starts: list[int], lengths: list[int], address: npt.NDArray[np.int64]) -> None:
+def _read_one_by_one(
+    fd: int, path: str, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], address: npt.NDArray[np.int64]
+) -> None:
     """Runs that are far apart, each in one call: as little as possible around the system call."""
     low = int(address.min())
     # a view from the first to the last byte that is written; only slices of it, which are ours, are touched
-    reach = view_of(low, int(address.max()) - low + max(lengths))
+    reach = view_of(low, int(address.max()) - low + int(lengths.max()))
     preadv = os.preadv
-    for start, length, at in zip(starts, lengths, (address - low).tolist(), strict=True):
-        into = reach[at : at + length]
+    for start, length, at in zip(starts.tolist(), lengths.tolist(), (address - low).tolist(), strict=True):
         try:
-            got = preadv(fd, (into,), start)
+            got = preadv(fd, (reach[at : at + length],), start)
         except OSError as error:
             raise StoreError(f"{path}: reading at byte {start} failed: {error.strerror or error}") from error
-        while got < length:
-            more = os.preadv(fd, (into[got:],), start + got)
-            if not more:
-                raise CorruptCheckpointError(f"{path}: ended at byte {start + got} while {length - got} more were wanted; it is truncated")
-            got += more
+        if got < length:
+            finish_run(fd, path, start, length, low + at, got)
 
 
 class _Hasher:
