@@ -83,7 +83,9 @@ def test_tied_output_layer(name: str) -> None:
         assert f"optim.state.{output}.exp_avg" not in opened(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("s_llama_tp4kv2", "s_mixtral_tp2ep2etp2") else pytest.mark.slow) for n in NAMES]
+)
 def test_slices(name: str) -> None:
     rng = np.random.default_rng(0)
     for key, value in golden(name).items():
@@ -178,17 +180,18 @@ def load_on_mesh(rank: int, world: int, name: str, shape: tuple[int, ...], place
     return [key for key, value in wanted.items() if not same(got[key].to_local(), value)]
 
 
-@pytest.mark.parametrize(("shape", "placements"), MESHES)
-@pytest.mark.parametrize("name", ["s_mixtral_tp2ep2etp2", "s_gpt_pp2_tied_fp32"])
-def test_loads_onto_meshes(ranks: RankPool, name: str, shape: tuple[int, ...], placements: list[Placement]) -> None:
-    assert ranks.run(4, load_on_mesh, name, shape, placements) == [[]] * 4
+FAST = [("s_mixtral_tp2ep2etp2", 0), ("s_mixtral_tp2ep2etp2", 1), ("s_gpt_pp2_tied_fp32", 2)]
+
+
+@pytest.mark.parametrize(("name", "mesh"), FAST)
+def test_loads_onto_meshes(ranks: RankPool, name: str, mesh: int) -> None:
+    assert ranks.run(4, load_on_mesh, name, *MESHES[mesh]) == [[]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "placements"), MESHES)
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("s_mixtral_tp2ep2etp2", "s_gpt_pp2_tied_fp32")])
-def test_the_others_load_onto_meshes(ranks: RankPool, name: str, shape: tuple[int, ...], placements: list[Placement]) -> None:
-    assert ranks.run(4, load_on_mesh, name, shape, placements) == [[]] * 4
+@pytest.mark.parametrize(("name", "mesh"), [(n, m) for n in NAMES for m in range(len(MESHES)) if (n, m) not in FAST])
+def test_the_others_load_onto_meshes(ranks: RankPool, name: str, mesh: int) -> None:
+    assert ranks.run(4, load_on_mesh, name, *MESHES[mesh]) == [[]] * 4
 
 
 def test_tied_and_untied_models_load() -> None:
