@@ -10,7 +10,7 @@ ARGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-frameworks lint bench bench-deepspeed clean
+.PHONY: help demo test test-thorough test-frameworks lint bench bench-s3 bench-deepspeed clean
 
 help:
 	@echo "make demo   a checkpoint moves between layouts, on your screen"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-frameworks  with the real megatron-core and transformers, which it installs in .venv; minutes"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  all benchmarks; results in benchmarks/results/"
+	@echo "make bench-s3  object stores: beside stock DCP over s3fs, on a local SeaweedFS"
 	@echo "make bench-deepspeed  beside DeepSpeed's converter; installs DeepSpeed in benchmarks/.venv-deepspeed"
 	@echo "make clean  remove .venv, caches and results"
 
@@ -66,6 +67,9 @@ lint: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-s3: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/bench_s3.py $(ARGS)
 
 bench-deepspeed: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/bench_deepspeed.py --install $(ARGS)

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ucp_dcp
 from ucp_dcp.errors import CheckpointExistsError, UCPError
 from ucp_dcp.storage.store import open_store
+from ucp_dcp.testing.fault_proxy import FaultProxy
+from ucp_dcp.testing.servers import options_for
 
 SHAPES = {"a": (37, 12), "b": (8, 6, 5), "c": (3,), "empty": (0, 4), "scalar": ()}
 PART = 5 << 20
@@ -155,3 +157,22 @@ def test_one_rank_without_rights(ranks: Any, seaweed_server: Any) -> None:
     # what the other ranks wrote is gone, too
     generations = {entry.path.partition("/")[0] for entry in open_store(url, **options).list("g-")}
     assert len(generations) == 1
+
+
+def test_requests_of_a_save(seaweed_server: Any) -> None:
+    """The formula of docs/cloud.md: what a job pays for."""
+    with FaultProxy(seaweed_server.port) as proxy:
+        options = {**options_for(proxy.endpoint), "part_size": PART}
+        for nbytes in (1000, 12 << 20):
+            url = f"s3://bucket/count-{uuid.uuid4().hex}"
+            saved = {"w": torch.zeros(nbytes // 4)}
+            ucp_dcp.save(saved, url, storage_options=options, grace=0, no_dist=True)
+            proxy.seen.clear()
+            ucp_dcp.save(saved, url, storage_options=options, grace=0, no_dist=True)
+            parts = -(-nbytes // PART)
+            puts = [seen for seen in proxy.seen if seen.method in ("PUT", "POST")]
+            assert len(puts) == parts + (2 if parts > 1 else 0) + 1 + 4, puts
+            listings = [seen for seen in proxy.seen if "list-type" in seen.path]
+            others = [seen for seen in proxy.seen if seen.method in ("GET", "HEAD") and seen not in listings]
+            assert len(others) <= 20 and len(listings) <= 4, (others, listings)
+            assert len([seen for seen in proxy.seen if seen.method == "DELETE"]) == 2 + 2
