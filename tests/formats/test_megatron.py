@@ -59,6 +59,7 @@ def test_there_is_a_checkpoint_of_every_kind() -> None:
         "s_mixtral_pp2ep2_plain",
         "s_gpt_pp2_tied_fp32",
         "llama_tp2pp2vpp2_torch",
+        "s_gpt_tp2pp2vpp2_tied",
     }
     assert kinds <= set(NAMES)
 
