@@ -159,3 +159,30 @@ def test_the_commit_protocol_on_object_stores(store):
     save(store, new)
     assert open_ours(store) == open_stock(store) == new
     assert {name.split("/")[2] for name in store.fs.objects} == {MANIFEST, ".metadata", new}
+
+
+def test_neighbours_are_one_request(store, monkeypatch):
+    """Columns of a matrix are thousands of short runs; a request for each takes minutes on an object store."""
+    rows, row, run = 2000, 4000, 100
+    content = os.urandom(rows * row)
+    store.put("a", content)
+    store.put("b", content)
+    calls = []
+    real = store.fs.cat_ranges
+
+    def watched(paths, starts, ends, **options):
+        calls.extend(end - start for start, end in zip(starts, ends, strict=True))
+        return real(paths, starts, ends, **options)
+
+    monkeypatch.setattr(store.fs, "cat_ranges", watched)
+    ranges = [Range(path, row * i, run) for i in reversed(range(rows)) for path in ("a", "b")]
+    ranges += [Range("a", 7, 0), Range("a", 0, len(content)), Range("b", 50, 10)]  # one over all of them, one inside another
+    into = [memoryview(bytearray(wanted.length)) for wanted in ranges]
+    store.read_ranges(ranges[:-2], into[:-2])
+    assert len(calls) == 2
+    store.read_ranges(ranges, into)
+    assert all(bytes(b) == content[wanted.start : wanted.start + wanted.length] for wanted, b in zip(ranges, into, strict=True))
+    calls.clear()
+    far = [Range("a", 0, 10), Range("a", 1 << 20, 10)]  # what lies between is more than a request is worth
+    store.read_ranges(far, [memoryview(bytearray(10)), memoryview(bytearray(10))])
+    assert calls == [10, 10]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CorruptCheckpointError, FormatError, StoreError, StoreExistsError, StoreNotFoundError, UnsupportedError
 from ..paths import checked_path
+from .ranges import coalesce
 from .store import Entry, Range, byte_view, target_views
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _PIECE = 16 << 20
 """Bytes per request. Several ranged requests of this size in parallel are about twice as fast as one large request on S3."""
+_GAP = 64 << 10
+"""Bytes between two wanted ranges that are read through rather than asked for apart: what a request costs in bytes."""
 _IN_FLIGHT = 256 << 20
 """Bytes held outside of the caller's buffers at most, since fsspec returns new byte strings."""
 _REQUESTS = 4096
@@ -154,31 +157,52 @@ class FsspecStore:
         return bytes(data)
 
     def read_ranges(self, ranges: Sequence[Range], into: Sequence[memoryview]) -> None:
-        """See :meth:`Store.read_ranges`: in pieces of 16 MiB through ``cat_ranges``, parallel where the file system is asynchronous."""
+        """See :meth:`Store.read_ranges`: in pieces of 16 MiB through ``cat_ranges``, parallel where the file system is asynchronous.
+
+        Neighbours are one request, with what lies between them.
+        """
         views = target_views(ranges, into)
         pieces: list[Range] = []
-        targets: list[memoryview] = []
+        targets: list[list[tuple[memoryview, int]]] = []  # of each piece: memory to fill, from which byte of it on
         held = 0
 
         def flush() -> None:
-            for data, target in zip(self._fetch(pieces), targets, strict=True):
-                target[:] = data
+            for data, parts in zip(self._fetch(pieces), targets, strict=True):
+                for view, at in parts:
+                    view[:] = memoryview(data)[at : at + view.nbytes]
             pieces.clear()
             targets.clear()
 
-        for wanted, view in zip(ranges, views, strict=True):
+        for piece, parts in self._pieces(ranges, views):
+            if held + piece.length > _IN_FLIGHT or len(pieces) == _REQUESTS:
+                flush()
+                held = 0
+            pieces.append(piece)
+            targets.append(parts)
+            held += piece.length
+        flush()
+
+    def _pieces(self, ranges: Sequence[Range], views: Sequence[memoryview]) -> Iterator[tuple[Range, list[tuple[memoryview, int]]]]:
+        by_path: dict[str, list[int]] = {}
+        for i, wanted in enumerate(ranges):
             checked_path(wanted.path)
             if wanted.length == 0:
                 self.size(wanted.path)
-            for at in range(0, wanted.length, _PIECE):
-                length = min(_PIECE, wanted.length - at)
-                if held + length > _IN_FLIGHT or len(pieces) == _REQUESTS:
-                    flush()
-                    held = 0
-                pieces.append(Range(wanted.path, wanted.start + at, length))
-                targets.append(view[at : at + length])
-                held += length
-        flush()
+            else:
+                by_path.setdefault(wanted.path, []).append(i)
+        for path, own in by_path.items():
+            groups = coalesce([ranges[i].start for i in own], [ranges[i].length for i in own], _GAP, _PIECE)
+            members: list[list[int]] = [[] for _ in groups.group_start]
+            for i, group in zip(own, groups.member_group.tolist(), strict=True):
+                members[group].append(i)
+            for joined, start, length in zip(members, groups.group_start.tolist(), groups.group_length.tolist(), strict=True):
+                if length <= _PIECE:
+                    yield Range(path, start, length), [(views[i], ranges[i].start - start) for i in joined]
+                    continue
+                for i in joined:
+                    for at in range(0, ranges[i].length, _PIECE):
+                        view = views[i][at : at + _PIECE]
+                        yield Range(path, ranges[i].start + at, view.nbytes), [(view, 0)]
 
     def _fetch(self, pieces: list[Range]) -> list[bytes]:
         if not pieces:
