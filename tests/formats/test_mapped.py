@@ -211,7 +211,7 @@ def test_a_hugging_face_folder_tells_its_heads(tmp_path: Path) -> None:
 
 
 def test_real_megatron_files(tmp_path: Path) -> None:
-    """The same job as legacy files and as torch_dist, under Hugging Face's names: the same tensors, state and steps; args tell the heads."""
+    """One job as legacy files and as torch_dist, under Hugging Face's names: the same tensors, state and steps; args tell the heads."""
     root = os.environ.get("UCP_DCP_EXTRA_DATA")
     if root is None:
         pytest.skip("UCP_DCP_EXTRA_DATA names no folder of checkpoints")
