@@ -266,6 +266,25 @@ def test_states_are_made_before_a_load(tmp_path: Path) -> None:
     same(put_together([MegatronState(tree, optimizer, vocab=VOCAB)]), expected())
 
 
+def test_the_fallback_to_adam_of_torch_gets_its_step(tmp_path: Path) -> None:
+    """megatron-core 0.19.2 without TE and Apex: its ``init_state_fn`` makes the moments of torch's AdamW and no ``step``."""
+    live = Live(0, 1)
+    tree = live.sharded()
+    MegatronState(tree, live.distributed(0, 1, True), vocab=VOCAB).save(tmp_path, no_dist=True)
+    other = Live(0, 1)
+    tree = other.sharded()
+    inner = torch.optim.AdamW(other.params.values())
+
+    def init(optimizer: Any, config: Any) -> None:
+        for p in other.params.values():
+            optimizer.state[p] = {"exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
+
+    optimizer = SimpleNamespace(optimizer=inner, init_state_fn=init, config=None)
+    report = MegatronState(tree, optimizer, vocab=VOCAB).load(tmp_path, no_dist=True, source="weight")
+    assert not [key for key in report.unexpected if not key.endswith(".master")]
+    assert all(state["step"] == 9 and state["exp_avg"].any() for state in inner.state.values())
+
+
 def test_a_padded_vocabulary_without_its_true_size_stays_padded(tmp_path: Path) -> None:
     MegatronState(Live(0, 1).sharded()).save(tmp_path, no_dist=True)
     stored = ucp_dcp.open_checkpoint(str(tmp_path))

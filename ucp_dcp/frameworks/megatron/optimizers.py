@@ -45,6 +45,12 @@ def initialise(optimizer: Any) -> None:
             part._init_optimizer_states_with_dummy_values()
         elif getattr(part, "init_state_fn", None) is not None:
             part.init_state_fn(part.optimizer, part.config)
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            # megatron-core makes Adam's states for Apex and TE, which count steps per group; torch's, its fallback, counts per parameter
+            for state in inner.state.values():
+                if state and "step" not in state:
+                    state["step"] = torch.tensor(0.0)
 
 
 def owned_states(optimizer: Any) -> list[OwnedState]:

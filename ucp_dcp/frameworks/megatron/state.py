@@ -49,6 +49,8 @@ class MegatronState:
     ``state_dict`` and ``layout`` are what ``dcp.save`` with ``UCPSavePlanner(layout=...)`` and ``dcp.load`` with
     ``UCPLoadPlanner(layout=...)`` take; after such a load call :meth:`loaded`. :meth:`save` and :meth:`load` do it all. Hyperparameters
     of groups come from Megatron's arguments and scheduler, and are not kept here; the step count of an optimizer is.
+    ``ShardedObject``s (RNG, FP8 state) stand in ``state_dict["objects"]`` under their unique keys; giving loaded ones back to the job is
+    up to the caller, and under another layout, whose keys differ, they are left out with ``exclude=["objects.**"]``.
 
     Raises:
         LayoutError: a tensor of the sharded state dict, or a parameter of the optimizer, that does not fit the others.
