@@ -227,7 +227,7 @@ def measure(
                 facts["MiB/s"] = round(size / 2**20 / statistics.median(walls))
             if proxy is not None:
                 facts["requests"] = statistics.median(requests) / each
-                facts["MiB moved"] = round(statistics.median([a + b for a, b in zip(sent, received, strict=True)]) / each / 2**20, 3)
+                facts["MiB moved"] = round(statistics.median([a + b for a, b in zip(sent, received, strict=True)]) / each / 2**20, 7)  # exact to a byte
             found[f"{step}: {kind}"] = bench.add(Measurement(f"{what}, {step}: {kind}", walls, cpus, facts))
     for work in works.values():
         work.check()
@@ -251,7 +251,7 @@ def judge(what: str, rows: dict[str, Measurement], counted: dict[str, Measuremen
         save = counted["save: ours"].facts["requests"]
         most = -(-nbytes // PIECE) + 4
         yield (
-            f"a row after open: {row['requests']:g} requests (aim 2), {row['MiB moved'] * 2**20 - 4 * SIDE:.0f} bytes more than the row "
+            f"a row after open: {row['requests']:g} requests (aim 2), {row['MiB moved'] * 2**20 - 4 * SIDE:.0f} bytes moved beyond the row "
             f"(aim 8192); save: {save:g} requests (aim {most} for one rank{'' if save <= most else ', missed'})"
         )
 
