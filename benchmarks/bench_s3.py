@@ -227,7 +227,7 @@ def measure(
                 facts["MiB/s"] = round(size / 2**20 / statistics.median(walls))
             if proxy is not None:
                 facts["requests"] = statistics.median(requests) / each
-                facts["MiB moved"] = round(statistics.median([a + b for a, b in zip(sent, received, strict=True)]) / each / 2**20, 7)  # exact to a byte
+                facts["MiB moved"] = round(statistics.median([a + b for a, b in zip(sent, received, strict=True)]) / each / 2**20, 7)
             found[f"{step}: {kind}"] = bench.add(Measurement(f"{what}, {step}: {kind}", walls, cpus, facts))
     for work in works.values():
         work.check()
