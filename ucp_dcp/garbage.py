@@ -38,7 +38,7 @@ GRACE = 300.0
 
 Kind: TypeAlias = Literal["unfinished", "replaced", "temporary", "upload", "metadata"]
 
-_OURS = re.compile(r"(?:^|.*/)(g-[0-9a-f]{32})/[^/]+")
+_OURS = re.compile(r"((?:[^/]+/)*?)g-[0-9a-f]{32}/.+")  # files of a generation, also in folders of it
 
 _log = logging.getLogger(__name__)
 
@@ -174,11 +174,11 @@ def _roots(entries: Sequence[Entry], uploads: Sequence[_Known]) -> set[str]:
     found = set()
     for path in [*(entry.path for entry in entries), *(upload.path for upload in uploads)]:
         above, _, name = path.rpartition("/")
-        if name == MANIFEST or is_temporary(name):
+        ours = _OURS.fullmatch(path)
+        if ours is not None:
+            found.add(ours[1])
+        elif name == MANIFEST or is_temporary(name):
             found.add(f"{above}/" if above else "")
-        elif _OURS.fullmatch(path) is not None:
-            root = above.rpartition("/")[0]
-            found.add(f"{root}/" if root else "")
     return found
 
 
@@ -188,15 +188,15 @@ def _one_root(store: _Below, root: str, entries: Sequence[Entry], uploads: Seque
     for entry in entries:
         if not entry.path.startswith(root):
             continue
-        folder, slash, rest = entry.path[len(root) :].partition("/")
-        if slash and is_generation(folder) and "/" not in rest:
+        folder, slash, _ = entry.path[len(root) :].partition("/")
+        if slash and is_generation(folder):
             mine.setdefault(folder, []).append(entry)
         elif not slash and is_temporary(folder):
             temporary.append(entry)
     begun: dict[str, list[_Known]] = {}
     for upload in uploads:
-        folder, _, rest = upload.path[len(root) :].partition("/")
-        if upload.path.startswith(root) and is_generation(folder) and "/" not in rest:
+        folder = upload.path[len(root) :].partition("/")[0]
+        if upload.path.startswith(root) and is_generation(folder):
             begun.setdefault(folder, []).append(upload)
 
     manifest, unclear = _manifest_of(store, report, root, limits)

@@ -61,7 +61,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 def test_all_kinds(store: Store) -> None:
     for child in ("", "step-1/"):
-        store.put(f"{child}{DEAD}/__0_0.distcp", b"unfinished")
+        store.put(f"{child}{DEAD}/__0_0.distcp", b"unfin")
+        store.put(f"{child}{DEAD}/7f/__1_0.distcp", b"ished")  # keys of many ranks are spread over folders
         store.put(child + TEMPORARY, b"half")
     store.put("notes.txt", b"not ours")
     store.put("g-1/file", b"not ours")
@@ -208,7 +209,7 @@ def test_orphaned_uploads(seaweed_server: Any) -> None:
     store = open_store(url, **options)
     client = seaweed_server.client()
     generation = save(store)
-    ours = [f"{DEAD}/__0_0.distcp", f"{generation}/__3_0.distcp", f"step-2/{DEAD}/__0_0.distcp"]
+    ours = [f"{DEAD}/0a/__0_0.distcp", f"{generation}/__3_0.distcp", f"step-2/{DEAD}/__0_0.distcp"]
     theirs = "dataset/shard.tar"
     for path in (*ours, theirs):
         begin(client, f"{name}/run/{path}")
