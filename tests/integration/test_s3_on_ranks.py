@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ucp_dcp
 from ucp_dcp.errors import CheckpointExistsError, UCPError
+from ucp_dcp.storage.dcp_writer import _spread
 from ucp_dcp.storage.store import open_store
 from ucp_dcp.testing.fault_proxy import FaultProxy
 from ucp_dcp.testing.servers import options_for
@@ -157,6 +158,13 @@ def test_one_rank_without_rights(ranks: Any, seaweed_server: Any) -> None:
     # what the other ranks wrote is gone, too
     generations = {entry.path.partition("/")[0] for entry in open_store(url, **options).list("g-")}
     assert len(generations) == 1
+
+
+def test_keys_of_many_ranks_are_spread(seaweed_server: Any) -> None:
+    """Prefixes depend on the rank alone; a stock reader and ours find what lies in them."""
+    folders = {_spread(open_store("s3://bucket/x", **seaweed_server.storage_options), rank) for rank in range(512)}
+    assert len(folders) > 200 and all(len(folder) == 3 for folder in folders)
+    assert _spread(open_store("memory://x"), 3) == ""
 
 
 def test_requests_of_a_save(seaweed_server: Any) -> None:

@@ -33,7 +33,7 @@ from ..planners.save_planner import UCPSavePlanner, UCPStorageMeta
 from .commit import Begun, abandon, begin, check_visible, commit, new_generation
 from .file_layout import plan_file, split_items
 from .index_file import write_index
-from .manifest import Manifest
+from .manifest import Manifest, digest
 from .staging import LazyTensor, TensorPayloads
 from .stock_metadata import stock_metadata_bytes
 from .store import Store, open_store
@@ -408,6 +408,11 @@ _FILE = 64 << 20
 """Bytes of payload below which a further data file is not worth its fsyncs."""
 
 
+def _spread(store: Store, rank: int) -> str:
+    """The folder of a rank's files in a store that serves each prefix of its keys at a limited rate: one of 256, else none."""
+    return f"{digest(rank.to_bytes(8, 'little'))[:2]}/" if getattr(store, "spread", False) else ""
+
+
 def _write(
     store: Store,
     order: _Order,
@@ -429,7 +434,7 @@ def _write(
         own, rest = tensors[low:high], objects[max(low - len(tensors), 0) : max(high - len(tensors), 0)]
         payloads = TensorPayloads([t for _, t in own], [data for _, data in rest], [name for name, _ in own])
         layout = plan_file(payloads.items, payloads.sizes, framed=order.stock)
-        jobs.append(FileJob(f"{order.generation}/__{order.rank}_{number}.distcp", layout, payloads))
+        jobs.append(FileJob(f"{order.generation}/{_spread(store, order.rank)}__{order.rank}_{number}.distcp", layout, payloads))
     rows = write_files(store, jobs, digests=order.digests)
     offset, length, payload = (
         np.concatenate(columns) for columns in zip(*((j.layout.offset, j.layout.length, j.layout.payload) for j in jobs), strict=True)

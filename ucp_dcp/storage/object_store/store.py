@@ -40,7 +40,12 @@ class ObjectStore:
     An object is seen whole or not at all. What is read of one object through this store is of one version: its ETag is remembered when
     its size is asked for and at the first ranged read, and StoreChangedError says that it has been replaced since. Writing or deleting it
     through this store, and asking for its size again, forget the old one.
+
+    Attributes:
+        spread: requests are limited per prefix of the keys, so the files of many ranks should not all begin alike.
     """
+
+    spread = True
 
     def __init__(self, client: ObjectClient, protocol: str, root: str, options: Options) -> None:
         self.client = client
