@@ -345,7 +345,7 @@ def test_something_else_lists_what_is_known_and_found(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"Found"):
         open_source(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    with pytest.raises(UnsupportedError, match="Megatron"):
+    with pytest.raises(CheckpointNotFoundError, match=r"latest_checkpointed_iteration\.txt names iter_0000001, which holds no checkpoint"):
         open_source(tmp_path)
 
 

@@ -112,12 +112,11 @@ def _unknown(store: Store) -> Exception:
             f"{store.url}: there is only an unfinished save here ({', '.join(ours[:_SHOWN])}); nothing was committed (no {MANIFEST})"
         )
     bases = {name.rsplit("/", 1)[-1] for name in names}
-    for clue, what in (
-        ("latest_checkpointed_iteration.txt", "a Megatron-LM checkpoint folder"),
-        ("__0.metadata", "a DCP checkpoint saved with use_collectives=False"),
-    ):
-        if clue in bases:
-            return UnsupportedError(f"{store.url}: this looks like {what}, which this version cannot open. Known: {_KNOWN}. Found: {found}")
+    if "__0.metadata" in bases:
+        return UnsupportedError(
+            f"{store.url}: this looks like a DCP checkpoint saved with use_collectives=False, which this version cannot open. "
+            f"Known: {_KNOWN}. Found: {found}"
+        )
     below = sorted({name.rpartition("/")[0] for name in names if name.endswith(".safetensors")})
     if below:
         return FormatError(f"{store.url}: there are safetensors files in folders below it; open one of these: {', '.join(below[:_SHOWN])}")
