@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-test
 	$(BIN)/python examples/fsdp/run.py --short
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-thorough: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest --thorough --timeout 1200 $(ARGS)

@@ -128,6 +128,7 @@ def test_command(tmp_path: Path) -> None:
     assert "expected a JSON object" in ucp("export", tmp_path / "c", tmp_path / "new", "--config", tmp_path / "config.json").output
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(isolated_python: Any, tmp_path: Path) -> None:
     """256 MiB in one tensor, and in one row: two slabs are held, not the tensor."""
     code = f"""

@@ -111,6 +111,7 @@ def test_dead_rank_is_named_and_replaced(ranks: RankPool) -> None:
     assert [t.item() for t in ranks.run(2, summed, 1)] == [3.0] * 2
 
 
+@pytest.mark.slow
 def test_hung_rank_is_killed_and_shown(ranks: RankPool) -> None:
     with pytest.raises(RankHung, match=r"(?s)ranks \[0, 1\] of 2 did not finish fail_on within 2 s.*--- rank 1.*in fail_on"):
         ranks.run(2, fail_on, 1, "sleep", timeout=2)

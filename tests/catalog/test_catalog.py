@@ -316,7 +316,7 @@ def rows(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @given(rows())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_round_trip(tensors: list[dict[str, Any]]) -> None:
     """Whatever is added in whatever order comes out by key, through sections too."""
     b = CatalogBuilder()

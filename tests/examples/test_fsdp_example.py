@@ -99,6 +99,7 @@ def test_plot_is_a_picture() -> None:
     assert tags.count("polyline") == 3 and tags.count("circle") == 10
 
 
+@pytest.mark.slow  # `make demo` runs it
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main = of_example("train").main
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -42,7 +42,7 @@ def test_every_pair_of_planner_and_storage(ranks, tmp_path: Path, world: str, wr
                 assert found == [], (planner, storage)
 
 
-@pytest.mark.parametrize("world", ["tp_zero1", "pp_tp"])
+@pytest.mark.parametrize("world", [pytest.param("tp_zero1", marks=pytest.mark.slow), "pp_tp"])
 def test_layouts_through_stock_storage(ranks, tmp_path: Path, world: str) -> None:
     url = str(tmp_path / "c")
     ranks.run(4, save_mixed, world, url, True, False)

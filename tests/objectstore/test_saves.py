@@ -42,7 +42,7 @@ def options(proxy, **own):
     return {**options_for(proxy.endpoint), "part_size": 5 * MIB, "piece": MIB, "deadline": 60, **own}
 
 
-@pytest.mark.parametrize("failures", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("failures", [20, pytest.param(60, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_errors_in_one_save_and_load(proxy, failures):
     """Half of all requests fail, until so many have; then bit for bit equal."""
     url = f"s3://bucket/{uuid.uuid4().hex}"

@@ -115,7 +115,8 @@ def every(n: int) -> Callable[[int, str, str], bool]:
 @pytest.mark.parametrize(
     ("concurrent", "stock", "step"),
     [
-        (LOCAL, True, 1),
+        (LOCAL, True, 3),
+        pytest.param(LOCAL, True, 1, marks=pytest.mark.slow),
         (STREAM, True, 5),
         *(pytest.param(c, stock, 0, marks=pytest.mark.slow) for c in (LOCAL, STREAM) for stock in (True, False)),
     ],
