@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-test
 	$(BIN)/python examples/fsdp/run.py --short
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)  # two workers; each takes the next test when it is free
 
 test-thorough: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest --thorough --timeout 1200 $(ARGS)

@@ -26,12 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run with ``--thorough``, or when they are asked for by ``-m slow`` or by name.
-
-    With several workers (``make test``) all that uses the pool of ranks stays in one of them; each other file is in one, too.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if "ranks" in getattr(item, "fixturenames", ()) else str(item.path)))
+    """Slow tests run with ``--thorough``, or when they are asked for by ``-m slow`` or by name."""
     if config.getoption("--thorough") or "slow" in config.getoption("-m", "") or any("::" in str(a) for a in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("slow")]
