@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up .venv by themselves; they need Python 3.11 or newer, make and git.
-# Another interpreter: `make test PYTHON=/path/to/python3.12`. One test: `make test ARGS="tests/test_ranks.py -k hung"`.
+# Another interpreter: `make test PYTHON=/path/to/python3.12`. One test: `make test ARGS="tests/test_ranks.py -k dead"`.
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

@@ -92,7 +92,8 @@ class UCPStorageWriter(StorageWriter):
         storage_options: for the fsspec filesystem; for local paths ``sync=False`` skips fsync, ``threads=`` says how many write,
             ``files=`` into how many files at most (default: one per thread where that helps; each has at least 64 MiB).
 
-    A save needs at most 17 MiB per thread (at most 4 threads unless told otherwise) beside the state, whatever its size.
+    A save needs at most 17 MiB per thread (at most 4 threads unless told otherwise) beside the state, whatever its size; on an object store
+    up to three of its parts per thread (48 MiB with parts of 16 MiB).
     """
 
     def __init__(
